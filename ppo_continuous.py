@@ -32,6 +32,7 @@ import collections
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -150,10 +151,12 @@ class Args:
             raise UsageError("minibatches of one sample cannot be normalised: use fewer, or --no-norm-adv")
         if self.video is not None and self.eval_checkpoint is None:
             raise UsageError(f"--video {self.video} needs --eval-checkpoint")
-        if self.run_name is not None and (
-            self.resume is not None or Path(self.run_name).name != self.run_name
-        ):
-            raise UsageError(f"--run-name {self.run_name} must be a folder name, without --resume")
+        if self.video is not None and Path(self.video).suffix not in (".gif", ".mp4"):
+            raise UsageError(f"--video {self.video} must end in .gif or .mp4")
+        if self.run_name is not None and Path(self.run_name).name != self.run_name:
+            raise UsageError(f"--run-name {self.run_name} must be the name of a folder under runs/")
+        if self.run_name is not None and self.resume is not None:
+            raise UsageError(f"--run-name {self.run_name} contradicts --resume {self.resume}")
 
     @property
     def batch_size(self) -> int:
@@ -285,11 +288,8 @@ class RunningNorm:
         return {"count": self.count, "mean": torch.tensor(self.mean), "m2": torch.tensor(self.m2)}
 
     def load_state_dict(self, state):
-        self.count, self.mean, self.m2 = (
-            state["count"],
-            state["mean"].numpy().copy(),
-            state["m2"].numpy().copy(),
-        )
+        self.count = state["count"]
+        self.mean, self.m2 = (state[name].numpy().copy() for name in ("mean", "m2"))
 
 
 # ---- 3. Model ----------------------------------------------------------------------------------------------
@@ -328,17 +328,13 @@ class Agent(nn.Module):
 def numpy_forward(net: nn.Module):
     """`net` as a function of numpy arrays. A stack of Linear and Tanh on the CPU runs in numpy on the same
     memory, which saves torch's cost of a call (10x for one observation); other networks run in torch."""
-    layers, parameter = list(net.children()), next(net.parameters())
-    if (
-        parameter.is_cuda
-        or type(net) is not nn.Sequential
-        or {type(m) for m in layers} - {nn.Linear, nn.Tanh}
-    ):
-        return lambda x: net(torch.as_tensor(x, device=parameter.device)).cpu().numpy()
-    weights = [
-        (m.weight.detach().numpy().T, m.bias.detach().numpy()) if isinstance(m, nn.Linear) else None
-        for m in layers
-    ]
+    device, kinds = next(net.parameters()).device, {type(layer) for layer in net.children()}
+    if device.type != "cpu" or type(net) is not nn.Sequential or kinds - {nn.Linear, nn.Tanh}:
+        return lambda x: net(torch.as_tensor(x, device=device)).cpu().numpy()
+    weights = []
+    for layer in net:
+        weight, bias, *_ = [p.detach().numpy() for p in layer.parameters()] + [None, 0.0]
+        weights.append(None if weight is None else (weight.T, bias))
 
     def forward(x):
         for layer in weights:
@@ -467,9 +463,7 @@ def rollout(agent, envs, obs_norm, return_norm, rng, args, device):
             return_norm.update([env.discounted])
             rewards[t, i] = reward / return_norm.std
             if terminated[t, i] or truncated[t, i]:
-                next_obs[t, i] = obs_norm.normalize(
-                    env.obs
-                )  # the state reached, seen by the critic only [D1]
+                next_obs[t, i] = obs_norm.normalize(env.obs)  # reached, but not acted on [D1]
                 episodes.append((env.score, len(env.actions)))
                 env.reset()
     obs[T] = obs_norm.normalize(np.stack([env.obs for env in envs]))
@@ -487,9 +481,9 @@ def rollout(agent, envs, obs_norm, return_norm, rng, args, device):
             raise FloatingPointError(f"the {name} of the rollout are not finite")
     batch = {name: torch.as_tensor(value, device=device) for name, value in batch.items()}
     mean, log_std, batch["values"] = agent(batch["obs"])  # [D5]
-    batch["log_det"] = (
-        tanh_log_det(batch["actions"]) if args.action_bounds == "tanh" else batch["values"] * 0.0
-    )
+    batch["log_det"] = torch.zeros_like(batch["values"])
+    if args.action_bounds == "tanh":
+        batch["log_det"] = tanh_log_det(batch["actions"])
     batch["logps"] = gaussian_logp_entropy(mean, log_std, batch["actions"])[0] - batch["log_det"]
     batch["advantages"], batch["returns"] = compute_gae(
         batch["rewards"], batch["values"], agent.value(batch["next_obs"]),
@@ -543,20 +537,19 @@ def update(agent, flat, optimizer, gradient, batch, generator, args):
     b = {key: value.flatten(0, 1) for key, value in batch.items()}  # (T * N, ...)
     settings = (args.clip_coef, args.clip_vloss, args.norm_adv, args.ent_coef, args.vf_coef)
     stats, norms = [], []
-    for _ in range(args.update_epochs):
-        for mb in minibatches(args.batch_size, args.num_minibatches, generator):
-            grad, stat = gradient(agent, b, mb, *settings)
-            # Here the gradient of the minibatch is complete: the one place to sum it over processes.
-            norm = torch.linalg.vector_norm(grad)
-            stats.append(stat)
-            norms.append(norm)
-            if args.target_kl is not None and stat[STATS.index("approx_kl")] > args.target_kl:
-                break  # [D7]
-            flat.grad = grad * (args.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
-            optimizer.step()
-        else:
-            continue
-        break
+    epochs = (
+        minibatches(args.batch_size, args.num_minibatches, generator) for _ in range(args.update_epochs)
+    )
+    for mb in itertools.chain.from_iterable(epochs):
+        grad, stat = gradient(agent, b, mb, *settings)
+        # Here the gradient of the minibatch is complete: the one place to sum it over processes.
+        norm = torch.linalg.vector_norm(grad)
+        stats.append(stat)
+        norms.append(norm)
+        if args.target_kl is not None and stat[STATS.index("approx_kl")] > args.target_kl:
+            break  # ends the update: one loop holds all epochs [D7]
+        flat.grad = grad * (args.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+        optimizer.step()
     means = dict(zip(STATS, torch.stack(stats).mean(0).tolist()), grad_norm=torch.stack(norms).mean().item())
     means["explained_variance"] = explained_variance(b["values"], b["returns"]).item()
     return means
@@ -649,7 +642,7 @@ def write_metrics(path: Path, step: int, metrics: dict) -> None:
         file.write(json.dumps({"step": step, **finite}) + "\n")
 
 
-# ---- 8. Main -------------------------------------------------------------------------------------------------
+# ---- 8. Main -----------------------------------------------------------------------------------------------
 
 
 def replay(args: Args) -> dict:
@@ -672,7 +665,7 @@ def replay(args: Args) -> dict:
 
         try:
             imageio.mimsave(args.video, frames, fps=env.env.metadata.get("render_fps", 30))
-        except (OSError, ValueError, ImportError) as error:  # an unknown ending, or a codec not installed
+        except (OSError, ValueError, ImportError) as error:  # a codec that is not installed
             raise UsageError(f"--video {args.video}: {error}") from error
     return metrics
 
@@ -711,6 +704,8 @@ def main(args: Args) -> dict:
             env.reset()
     else:
         folder, first = args.resume, state["step"] // args.batch_size
+        if first == args.num_iterations:
+            raise UsageError(f"--resume {folder}: this run is finished, at step {state['step']:,}")
         for name, part in parts.items():
             load_state(part, state[name])
         rng.bit_generator.state = json.loads(state["actions"])
@@ -721,8 +716,13 @@ def main(args: Args) -> dict:
     if args.track:
         import wandb
 
-        settings = dataclasses.asdict(args)
-        run = wandb.init(project=args.wandb_project_name, name=folder.name, id=folder.name, config=settings)
+        run = wandb.init(
+            project=args.wandb_project_name,
+            name=folder.name,
+            id=folder.name,
+            resume="allow",
+            config=vars(args),
+        )
     total = args.num_iterations * args.batch_size
     if total != args.total_timesteps:
         print(f"--total-timesteps {args.total_timesteps:,} rounded up to {total:,}, whole iterations")

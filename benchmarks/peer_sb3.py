@@ -3,9 +3,8 @@
     python benchmarks/peer_sb3.py --env-id HalfCheetah-v5 --seed 1 --total-timesteps 1000000
     python benchmarks/run.py benchmarks/peer_sb3.py --tasks Hopper-v5 --seeds 1 2 -- --total-timesteps 1000000
 
-Writes runs/<run-name>/metrics.jsonl and config.json as benchmarks/run.py reads them. SB3's own ways stay: it
-bootstraps at a time limit, and its value loss takes the clipped error alone, without the factor 1/2 (hence vf_coef
-0.25 for 0.5).
+Writes runs/<run-name>/metrics.jsonl and config.json as benchmarks/run.py reads them. SB3 bootstraps at a time
+limit; its value loss takes the clipped error alone and has no factor 1/2 (hence vf_coef 0.25 for 0.5).
 """
 
 import argparse

@@ -4,7 +4,7 @@
     python benchmarks/run.py my_copy.py --variant mine --tasks HalfCheetah-v5 --seeds 1 2 3 -- --gamma 0.98
 
 Everything after `--` goes to the script. A finished run is not repeated; a failed one is named at the end.
-Results: benchmarks/results/<script>/<task>/<variant->seed<k>.csv and .json (flags, versions, file hash, seconds).
+Results: benchmarks/results/<script>/<task>/<variant->seed<k>.csv, and .json with flags, versions, file hash.
 """
 
 import argparse
@@ -19,15 +19,19 @@ import time
 from pathlib import Path
 
 RESULTS = Path(__file__).parent / "results"
-COLUMNS = ("step", "charts/episodic_return_100", "charts/episodic_return", "eval/episodic_return", "charts/SPS",
-           "losses/approx_kl", "losses/entropy", "losses/explained_variance")  # fmt: skip
+COLUMNS = (
+    "step", "charts/episodic_return_100", "charts/episodic_return", "eval/episodic_return", "charts/SPS",
+    "losses/approx_kl", "losses/entropy", "losses/explained_variance",
+)  # fmt: skip
 ROWS = 100  # kept of a run, evenly spaced, the last one always
 
 
 def thin(rows: list[dict]) -> list[dict]:
     """About ROWS rows, evenly spaced, with the last one and every evaluation."""
     stride = max(1, len(rows) // ROWS)
-    return [r for i, r in enumerate(rows, 1) if i % stride == 0 or i == len(rows) or "eval/episodic_return" in r]
+    return [
+        r for i, r in enumerate(rows, 1) if i % stride == 0 or i == len(rows) or "eval/episodic_return" in r
+    ]
 
 
 def run(script: Path, results: Path, task: str, seed: int, variant: str, flags: list[str]) -> str | None:
@@ -36,7 +40,17 @@ def run(script: Path, results: Path, task: str, seed: int, variant: str, flags: 
     if stem.with_name(stem.name + ".csv").exists():
         return None
     with tempfile.TemporaryDirectory() as scratch:
-        command = [sys.executable, str(script), "--env-id", task, "--seed", str(seed), "--run-name", "run", *flags]
+        command = [
+            sys.executable,
+            str(script),
+            "--env-id",
+            task,
+            "--seed",
+            str(seed),
+            "--run-name",
+            "run",
+            *flags,
+        ]
         start = time.perf_counter()
         env = {**os.environ, "OMP_NUM_THREADS": "1", "TQDM_MININTERVAL": "30"}
         done = subprocess.run(command, cwd=scratch, env=env, capture_output=True, text=True)
@@ -45,7 +59,11 @@ def run(script: Path, results: Path, task: str, seed: int, variant: str, flags: 
             return f"{task} seed {seed}: exit {done.returncode}: {done.stderr[-500:]}"
         folder = Path(scratch) / "runs" / "run"
         rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        config = {**json.loads((folder / "config.json").read_text()), "flags": flags, "seconds": round(seconds, 1)}
+        config = {
+            **json.loads((folder / "config.json").read_text()),
+            "flags": flags,
+            "seconds": round(seconds, 1),
+        }
     stem.parent.mkdir(parents=True, exist_ok=True)
     stem.with_name(stem.name + ".json").write_text(json.dumps(config, indent=1) + "\n")
     with open(stem.with_name(stem.name + ".csv"), "w", newline="") as file:
@@ -59,18 +77,21 @@ def run(script: Path, results: Path, task: str, seed: int, variant: str, flags: 
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("script", type=Path)
     parser.add_argument("--tasks", nargs="+", required=True, help="--env-id of each run")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3, 4, 5])
     parser.add_argument("--variant", default="", help="prefix of the result files")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes at a time")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
-    own, _, flags = " ".join(sys.argv[1:]).partition(" -- ")
-    args = parser.parse_args(own.split())
+    cut = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    args, flags = parser.parse_args(sys.argv[1:cut]), sys.argv[cut + 1 :]
+    script, results = args.script.resolve(), args.results.resolve()
     with concurrent.futures.ThreadPoolExecutor(args.workers) as pool:
-        jobs = [pool.submit(run, args.script.resolve(), args.results.resolve(), task, seed, args.variant, flags.split())
-                for seed in args.seeds for task in args.tasks]  # fmt: skip
+        runs = [(task, seed) for seed in args.seeds for task in args.tasks]
+        jobs = [pool.submit(run, script, results, *task_seed, args.variant, flags) for task_seed in runs]
         errors = [error for job in jobs if (error := job.result())]
     if errors:
         sys.exit("\n".join(errors))

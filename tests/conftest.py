@@ -1,8 +1,8 @@
 """Loads the scripts under test: our own, or a user's copy with `pytest --script my_copy.py` (repeatable).
 
-A test names what it needs: `@pytest.mark.functions("compute_gae")` runs on every script that should have the function,
-`@pytest.mark.setting("ppo_continuous")` on the scripts of that setting. In our own scripts a missing function fails;
-in a user's copy it is skipped and reported, because the copy may have replaced it on purpose.
+A test names what it needs: `@pytest.mark.functions("compute_gae")` runs on every script that should have the
+function, `@pytest.mark.setting("ppo_continuous")` on the scripts of that setting. In our own scripts a missing
+function fails; in a user's copy it is skipped and reported, because the copy may have replaced it on purpose.
 """
 
 import collections
@@ -63,17 +63,23 @@ class Script:
 
 
 def pytest_addoption(parser):
-    parser.addoption("--script", action="append", help="verify this copy instead of our own scripts (repeatable)")
+    parser.addoption(
+        "--script", action="append", help="verify this copy instead of our own scripts (repeatable)"
+    )
 
 
 def pytest_configure(config):
     torch.set_num_threads(1)
-    paths = config.getoption("--script") or [ROOT / f"{name}.py" for name in EVERY if (ROOT / f"{name}.py").exists()]
+    paths = config.getoption("--script") or [
+        ROOT / f"{name}.py" for name in EVERY if (ROOT / f"{name}.py").exists()
+    ]
     missing = [str(path) for path in paths if not Path(path).is_file()]
     if missing:
         raise pytest.UsageError(f"--script: no such file: {', '.join(missing)}")
     config.scripts = [Script(Path(path).resolve()) for path in paths]
-    config.addinivalue_line("markers", "functions(*names): runs on each script that must have these functions")
+    config.addinivalue_line(
+        "markers", "functions(*names): runs on each script that must have these functions"
+    )
     config.addinivalue_line("markers", "setting(*names): runs on each script of these settings")
 
 
@@ -104,8 +110,16 @@ def pytest_terminal_summary(terminalreporter, config):
     """What was verified and what was not, by function, for a user's copy."""
     if not config.getoption("--script"):
         return
-    counts = collections.Counter(report.outcome for key in ("passed", "failed") for report in terminalreporter.stats.get(key, []))
+    counts = collections.Counter(
+        report.outcome for key in ("passed", "failed") for report in terminalreporter.stats.get(key, [])
+    )
     terminalreporter.section("verification")
     terminalreporter.line(f"{counts['passed']} checks hold, {counts['failed']} are broken")
-    for reason in sorted({str(r.longrepr[2]) for r in terminalreporter.stats.get("skipped", []) if isinstance(r.longrepr, tuple)}):
+    for reason in sorted(
+        {
+            str(r.longrepr[2])
+            for r in terminalreporter.stats.get("skipped", [])
+            if isinstance(r.longrepr, tuple)
+        }
+    ):
         terminalreporter.line(f"not verified: {reason.removeprefix('Skipped: ')}")

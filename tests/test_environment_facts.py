@@ -30,14 +30,19 @@ def test_time_limits_truncate():
     env = gym.make("HalfCheetah-v5")
     rows, terminated, truncated = episode(env, 0, lambda t: np.zeros(6, np.float32))
     assert (len(rows), terminated, truncated) == (1001, False, True)
-    assert len(episode(gym.make("HalfCheetah-v5", max_episode_steps=5), 0, lambda t: np.zeros(6, np.float32))[0]) == 6
+    assert (
+        len(episode(gym.make("HalfCheetah-v5", max_episode_steps=5), 0, lambda t: np.zeros(6, np.float32))[0])
+        == 6
+    )
 
 
 def test_both_flags_can_come_together():
     """The time limit is reported also where the episode terminates on that step."""
     env = gym.make("Hopper-v5")
     falls = len(episode(env, 0, lambda t: np.ones(3, np.float32))[0]) - 1
-    rows, terminated, truncated = episode(gym.make("Hopper-v5", max_episode_steps=falls), 0, lambda t: np.ones(3, np.float32))
+    rows, terminated, truncated = episode(
+        gym.make("Hopper-v5", max_episode_steps=falls), 0, lambda t: np.ones(3, np.float32)
+    )
     assert (len(rows) - 1, terminated, truncated) == (falls, True, True)
 
 
@@ -50,11 +55,15 @@ def test_observations_are_new_float64_arrays():
     assert first.dtype == np.float64 and np.array_equal(first, kept)
 
 
-@pytest.mark.parametrize("env_id, bound", [("HalfCheetah-v5", 1.0), ("Humanoid-v5", 0.4), ("InvertedPendulum-v5", 3.0)])
+@pytest.mark.parametrize(
+    "env_id, bound", [("HalfCheetah-v5", 1.0), ("Humanoid-v5", 0.4), ("InvertedPendulum-v5", 3.0)]
+)
 def test_action_bounds(env_id, bound):
     """Bounds differ between tasks, so the policy acts in units of them."""
     space = gym.make(env_id).action_space
-    np.testing.assert_allclose((space.low, space.high), (np.full(space.shape, -bound), np.full(space.shape, bound)))
+    np.testing.assert_allclose(
+        (space.low, space.high), (np.full(space.shape, -bound), np.full(space.shape, bound))
+    )
 
 
 def test_action_cost_is_of_the_raw_action():

@@ -59,8 +59,8 @@ def test_gae_is_its_definition(rollout, *, script):
     before = [x.clone() for x in inputs]
     advantages, returns = script.compute_gae(*inputs, gamma, lam)
     close(advantages, definition(*(x.numpy() for x in inputs), gamma, lam))
-    assert_close(returns, advantages + inputs[1])  # checks shape, dtype and device as well
-    assert_close(returns - advantages, inputs[1])
+    assert_close(returns, advantages + inputs[1])
+    assert_close(advantages, returns - inputs[1])  # each also has the shape, dtype and device of the values
     assert equal(inputs, before)
 
 

@@ -12,7 +12,9 @@ import pytest
 import torch
 
 pytestmark = pytest.mark.setting("ppo_continuous")
-SMALL = dict(env_id="Probe/Plain-v0", num_steps=40, num_minibatches=4, update_epochs=2, eval_episodes=0, compile=False)
+SMALL = dict(
+    env_id="Probe/Plain-v0", num_steps=40, num_minibatches=4, update_epochs=2, eval_episodes=0, compile=False
+)
 
 
 def train(script, tmp_path, **flags):
@@ -23,7 +25,9 @@ def train(script, tmp_path, **flags):
     flags.setdefault("total_timesteps", 3 * flags["num_steps"] * flags.get("num_envs", 1))
     fields = {f.name for f in script.Args.__dataclass_fields__.values()}
     if gone := set(flags) - fields:
-        (pytest.fail if script.own else pytest.skip)(f"{script.path.name} has no flag {', '.join(sorted(gone))}")
+        (pytest.fail if script.own else pytest.skip)(
+            f"{script.path.name} has no flag {', '.join(sorted(gone))}"
+        )
     return script.main(script.Args(**flags))
 
 
@@ -35,7 +39,9 @@ def detached(x):
 def record(script, monkeypatch):
     """record(name) replaces a function by one that notes (inputs, result) of every call, and the weights then."""
     agents, make_agent = [], script.Agent
-    monkeypatch.setattr(script.module, "Agent", lambda *a, **k: agents.append(make_agent(*a, **k)) or agents[-1])
+    monkeypatch.setattr(
+        script.module, "Agent", lambda *a, **k: agents.append(make_agent(*a, **k)) or agents[-1]
+    )
 
     def start(name):
         calls, function = [], getattr(script, name)
@@ -61,7 +67,9 @@ def reference_rollout(log, num_envs, num_steps, gamma):
     for t in range(num_steps):
         now = [rows[i][t] for i in range(num_envs)]
         seen += [entry[1] for entry in now]
-        normal = [lambda x, s=np.array(seen): np.clip((x - s.mean(0)) / (s.std(0) if len(s) > 1 else 1), -10, 10)]
+        normal = [
+            lambda x, s=np.array(seen): np.clip((x - s.mean(0)) / (s.std(0) if len(s) > 1 else 1), -10, 10)
+        ]
         obs.append([normal[0](entry[1]) for entry in now])
         reached.append([normal[0](entry[6]) for entry in now])
         rewards.append([])
@@ -157,7 +165,10 @@ def test_every_sample_once_an_epoch_and_paired(script, record, tmp_path):
     train(script, tmp_path, num_envs=2, norm_adv=True)
     for k in range(3):
         (_, values, *_), (adv, ret), _ = gae[k]
-        table = {round(v.item(), 5): (a.item(), r.item()) for v, a, r in zip(values.flatten(), adv.flatten(), ret.flatten())}
+        table = {
+            round(v.item(), 5): (a.item(), r.item())
+            for v, a, r in zip(values.flatten(), adv.flatten(), ret.flatten())
+        }
         assert len(table) == 80
         orders = []
         for epoch in range(2):
@@ -214,7 +225,9 @@ def test_update_equals_the_textbook(script, monkeypatch, tmp_path, norm):
     reference_update(script, kept["agent"], batch, 4, 4, 0.15, 0.1, 0.7, norm, 2e-3)
     trained = torch.load(f"{out['folder']}/checkpoint.pt", weights_only=True)["agent"]
     for name, weight in kept["agent"].state_dict().items():
-        torch.testing.assert_close(trained[name], weight, atol=2e-5, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            trained[name], weight, atol=2e-5, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 def test_flags_reach_the_functions(script, record, tmp_path):
@@ -233,7 +246,9 @@ def test_flags_reach_the_functions(script, record, tmp_path):
 def test_learning_rate_of_every_step(script, monkeypatch, tmp_path, anneal):
     """The first update uses the full rate, the last one a positive one, a line between them (B25)."""
     rates, step = [], torch.optim.Adam.step
-    monkeypatch.setattr(torch.optim.Adam, "step", lambda self, *a: rates.append(self.param_groups[0]["lr"]) or step(self, *a))
+    monkeypatch.setattr(
+        torch.optim.Adam, "step", lambda self, *a: rates.append(self.param_groups[0]["lr"]) or step(self, *a)
+    )
     train(script, tmp_path, total_timesteps=160, learning_rate=4e-3, anneal_lr=anneal)
     expected = [4e-3, 3e-3, 2e-3, 1e-3] if anneal else [4e-3] * 4
     np.testing.assert_allclose(rates, np.repeat(expected, 8))
@@ -267,7 +282,9 @@ def test_metrics_are_means_over_minibatches(script, record, tmp_path):
     for name, mean in means.items():
         assert out[f"losses/{name}"] == pytest.approx(mean, rel=1e-4, abs=1e-6)
     log_ratio = torch.cat([inputs[0] - inputs[1] for inputs, _, _ in policy])
-    assert out["losses/approx_kl"] == pytest.approx((torch.expm1(log_ratio) - log_ratio).mean().item(), rel=1e-3)
+    assert out["losses/approx_kl"] == pytest.approx(
+        (torch.expm1(log_ratio) - log_ratio).mean().item(), rel=1e-3
+    )
     assert out["losses/old_approx_kl"] == pytest.approx(-log_ratio.mean().item(), rel=1e-3, abs=1e-6)
     scores, running = [], {}
     for env, _, _, reward, terminated, truncated, _ in probes.Probe.log:
@@ -291,7 +308,9 @@ def test_acting_network_is_the_trained_network(script):
             flat.add_(torch.randn_like(flat), alpha=0.3)
         other = torch.nn.Sequential(torch.nn.Linear(3, 4, bias=bias), torch.nn.ReLU(), torch.nn.Linear(4, 2))
         with torch.no_grad():
-            np.testing.assert_allclose(script.numpy_forward(other)(x), other(torch.tensor(x)).numpy(), atol=1e-6)
+            np.testing.assert_allclose(
+                script.numpy_forward(other)(x), other(torch.tensor(x)).numpy(), atol=1e-6
+            )
 
 
 def test_parameters_are_views_of_the_flat_vector(script):
@@ -310,8 +329,13 @@ def test_compiled_and_eager_gradient_agree(script):
     batch = {name: torch.randn(40) for name in ("logps", "log_det", "advantages", "returns", "values")}
     batch |= {"obs": torch.randn(40, 3), "actions": torch.randn(40, 2)}
     compiled = script.compile_or_eager(script.minibatch_gradient)
-    for mb, settings in ((torch.arange(20), (0.2, True, True, 0.1, 0.5)), (torch.arange(20, 40), (0.1, True, True, 0.0, 0.9))):
-        for a, b in zip(compiled(agent, batch, mb, *settings), script.minibatch_gradient(agent, batch, mb, *settings)):
+    for mb, settings in (
+        (torch.arange(20), (0.2, True, True, 0.1, 0.5)),
+        (torch.arange(20, 40), (0.1, True, True, 0.0, 0.9)),
+    ):
+        for a, b in zip(
+            compiled(agent, batch, mb, *settings), script.minibatch_gradient(agent, batch, mb, *settings)
+        ):
             torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
 
 
@@ -371,11 +395,16 @@ def test_stopped_and_resumed_equals_uninterrupted(script, monkeypatch, tmp_path,
 
 def test_nan_stops_the_run_and_keeps_the_good_checkpoint(script, tmp_path):
     """A NaN from the environment ends the run with the step and the last good checkpoint, which is still whole."""
-    with pytest.raises(FloatingPointError, match=r"stopped at step 160: .*rewards.* checkpoint: .*runs/x/checkpoint.pt, step 120"):
+    with pytest.raises(
+        FloatingPointError,
+        match=r"stopped at step 160: .*rewards.* checkpoint: .*runs/x/checkpoint.pt, step 120",
+    ):
         train(script, tmp_path, env_id="Probe/NaN-v0", total_timesteps=400, save_every=1, run_name="x")
     state = torch.load("runs/x/checkpoint.pt", weights_only=True)
     assert state["step"] == 120 and all(w.isfinite().all() for w in state["agent"].values())
-    with pytest.raises(FloatingPointError, match="stopped at step 40: the gradient is not finite; .* none yet"):
+    with pytest.raises(
+        FloatingPointError, match="stopped at step 40: the gradient is not finite; .* none yet"
+    ):
         train(script, tmp_path, total_timesteps=400, learning_rate=1e30, run_name="y")
 
 
@@ -397,7 +426,9 @@ def test_half_written_checkpoint_never_replaces_a_good_one(script, monkeypatch, 
 @pytest.mark.parametrize("bounds", ["clip", "tanh"])
 def test_learns_a_task_whose_optimum_is_known(script, tmp_path, bounds):
     """The whole loop together: the mean action finds the optimum of a one-step task, far above chance (-0.4)."""
-    flags = dict(num_steps=256, total_timesteps=256 * 40, num_minibatches=4, update_epochs=6, learning_rate=3e-3)
+    flags = dict(
+        num_steps=256, total_timesteps=256 * 40, num_minibatches=4, update_epochs=6, learning_rate=3e-3
+    )
     out = train(script, tmp_path, env_id="Probe/Target-v0", eval_episodes=100, action_bounds=bounds, **flags)
     assert out["eval/episodic_return"] > -0.01 and out["losses/explained_variance"] < 1
     state = torch.load(f"{out['folder']}/checkpoint.pt", weights_only=True)

@@ -46,11 +46,11 @@ def gradient(function, x, *rest):
 def test_policy_loss_table(script, dtype):
     """The pessimistic side is kept for both signs of the advantage, in value and gradient, also at a ratio of
     exactly 1 (B14, takuseno/ppo #3; B16, openai/baselines #1156; B17, thu-ml/tianshou #433)."""
-    ratio, adv = torch.tensor([[0.5, 1.0, 1.5, 0.5, 1.0, 1.5], [2, 2, 2, -2, -2, -2]], dtype=dtype)
+    ratio, adv = torch.tensor([[0.5, 1.0, 1.5, 0.5, 1.0, 1.5, 10.0], [2, 2, 2, -2, -2, -2, -2]], dtype=dtype)
     args = ratio.log(), torch.zeros_like(adv), adv, 0.2, 0.2
-    right = torch.tensor([1.0, 2.0, 2.4, -1.6, -2.0, -3.0], dtype=dtype)
+    right = torch.tensor([1.0, 2.0, 2.4, -1.6, -2.0, -3.0, -20.0], dtype=dtype)
     assert_close(-script.policy_loss(*args), right)
-    flows = torch.tensor([1, 1, 0, 0, 1, 1], dtype=dtype)
+    flows = torch.tensor([1, 1, 0, 0, 1, 1, 1], dtype=dtype)
     assert_close(gradient(script.policy_loss, *args), -adv * ratio * flows)
 
 
