@@ -87,7 +87,7 @@ def test_wrong_files_and_tasks_are_named(script, tmp_path, monkeypatch, flags, w
     (tmp_path / "half.pt").write_bytes(whole[: len(whole) // 2])
     torch.save({"script": "ppo_atari"}, tmp_path / "other.pt")
     state = torch.load(f"{out['folder']}/checkpoint.pt", weights_only=True)
-    state["args"]["env_id"] = "Walker2d-v5"
+    state["args"]["env_id"], state["step"] = "Walker2d-v5", 0
     (tmp_path / "runs/shape").mkdir()
     for name in ("shape.pt", "runs/shape/checkpoint.pt"):
         torch.save(state, tmp_path / name)

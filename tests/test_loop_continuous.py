@@ -98,7 +98,13 @@ def test_rollout_is_what_the_environments_did(script, record, tmp_path, num_envs
     for k, (inputs, _, agent) in enumerate(calls):
         part = slice(40 * k, 40 * (k + 1))
         torch.testing.assert_close(inputs[0], rewards[part], atol=1e-4, rtol=1e-4)
-        assert torch.equal(inputs[3], terminated[part]) and torch.equal(inputs[4], done[part])
+        for name, given, real in (
+            ("terminated", inputs[3], terminated[part]),
+            ("done", inputs[4], done[part]),
+        ):
+            assert torch.equal(given, real), (
+                f"{name} differs at (step, environment) {(given != real).nonzero().tolist()}"
+            )
         critic = lambda x, agent=agent: agent(x)[2].detach()  # noqa: E731
         torch.testing.assert_close(inputs[1], critic(obs[part]), atol=1e-5, rtol=1e-5)
         last = ~done[part][-1]  # these states are normalised once more, by the next rollout

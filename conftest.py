@@ -1,11 +1,12 @@
 """Loads the scripts under test: our own, or a user's copy with `pytest --script my_copy.py` (repeatable).
 
-A test names what it needs: `@pytest.mark.functions("compute_gae")` runs on every script that should have the
-function, `@pytest.mark.setting("ppo_continuous")` on the scripts of that setting. In our own scripts a missing
+It stands here and not in tests/ because pytest looks for options beside the file that the command line names;
+for a copy in another folder write `--script=PATH`, with the equals sign.
+
+A test names what it needs: `@pytest.mark.functions("compute_gae")` runs on each script that should have it, `@pytest.mark.setting("ppo_continuous")` on the scripts of that setting. In our own scripts a missing
 function fails; in a user's copy it is skipped and reported, because the copy may have replaced it on purpose.
 """
 
-import collections
 import importlib.util
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ import hypothesis
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parent
 LANGUAGE = ("ppo_rlhf", "grpo_rlhf")
 PPO = ("ppo_continuous", "ppo_atari", "ppo_rlhf")
 EVERY = ("ppo_continuous", "ppo_atari", "grpo_rlhf", "ppo_rlhf")
@@ -53,6 +54,8 @@ class Script:
             hasattr(self.module, name) for name, where in CONTRACT.items() if where == (s,))))  # fmt: skip
 
     def __getattr__(self, name):
+        if name.startswith(("_", "hypothesis")):  # asked for by tools that look at every object
+            raise AttributeError(name)
         try:
             return getattr(self.module, name)
         except AttributeError:
@@ -63,9 +66,7 @@ class Script:
 
 
 def pytest_addoption(parser):
-    parser.addoption(
-        "--script", action="append", help="verify this copy instead of our own scripts (repeatable)"
-    )
+    parser.addoption("--script", action="append", help="verify this copy instead of our scripts (repeatable)")
 
 
 def pytest_configure(config):
@@ -77,9 +78,7 @@ def pytest_configure(config):
     if missing:
         raise pytest.UsageError(f"--script: no such file: {', '.join(missing)}")
     config.scripts = [Script(Path(path).resolve()) for path in paths]
-    config.addinivalue_line(
-        "markers", "functions(*names): runs on each script that must have these functions"
-    )
+    config.addinivalue_line("markers", "functions(*names): runs on each script that must have them")
     config.addinivalue_line("markers", "setting(*names): runs on each script of these settings")
 
 
@@ -96,30 +95,29 @@ def pytest_generate_tests(metafunc):
 
 def pytest_collection_modifyitems(items):
     """Drop the tests that apply to none of the scripts (pytest would report them as skipped)."""
-    items[:] = [item for item in items if "script" not in item.fixturenames or hasattr(item, "callspec")
-                and isinstance(item.callspec.params.get("script"), Script)]  # fmt: skip
+    parameters = lambda item: getattr(item, "callspec", None) and item.callspec.params
+    items[:] = [
+        item for item in items
+        if "script" not in item.fixturenames or isinstance((parameters(item) or {}).get("script"), Script)
+    ]  # fmt: skip
 
 
 def pytest_runtest_setup(item):
+    rule = " ".join((item.function.__doc__ or item.name).split())
+    item.user_properties.append(("rule", rule))
     for marker in item.iter_markers("functions"):
         for name in marker.args:
             getattr(item.callspec.params["script"], name)
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    """What was verified and what was not, by function, for a user's copy."""
+    """For a user's copy: what was verified, what could not be, and the rule behind each failure."""
     if not config.getoption("--script"):
         return
-    counts = collections.Counter(
-        report.outcome for key in ("passed", "failed") for report in terminalreporter.stats.get(key, [])
-    )
+    passed, failed, skipped = (terminalreporter.stats.get(key, []) for key in ("passed", "failed", "skipped"))
     terminalreporter.section("verification")
-    terminalreporter.line(f"{counts['passed']} checks hold, {counts['failed']} are broken")
-    for reason in sorted(
-        {
-            str(r.longrepr[2])
-            for r in terminalreporter.stats.get("skipped", [])
-            if isinstance(r.longrepr, tuple)
-        }
-    ):
-        terminalreporter.line(f"not verified: {reason.removeprefix('Skipped: ')}")
+    terminalreporter.line(f"{len(passed)} checks hold, {len(failed)} are broken")
+    for reason in sorted({report.longrepr[2].removeprefix("Skipped: ") for report in skipped}):
+        terminalreporter.line(f"not verified: {reason}")
+    for rule in dict.fromkeys(dict(report.user_properties).get("rule", report.nodeid) for report in failed):
+        terminalreporter.line(f"broken: {rule}")
