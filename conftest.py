@@ -3,8 +3,9 @@
 It stands here and not in tests/ because pytest looks for options beside the file that the command line names;
 for a copy in another folder write `--script=PATH`, with the equals sign.
 
-A test names what it needs: `@pytest.mark.functions("compute_gae")` runs on each script that should have it, `@pytest.mark.setting("ppo_continuous")` on the scripts of that setting. In our own scripts a missing
-function fails; in a user's copy it is skipped and reported, because the copy may have replaced it on purpose.
+A test names what it needs: `@pytest.mark.functions("compute_gae")` runs on each script that should have it,
+`@pytest.mark.setting("ppo_continuous")` on the scripts of that setting. In our own scripts a missing function
+fails; in a user's copy it is skipped and reported, because the copy may have replaced it on purpose.
 """
 
 import importlib.util
