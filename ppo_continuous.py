@@ -50,6 +50,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 import tyro
+from torch.optim.adam import adam
 from tqdm import tqdm
 
 # ---- 1. Arguments ------------------------------------------------------------------------------------------
@@ -266,7 +267,7 @@ class RunningNorm:
     """Running mean and variance in float64 (Welford): equal to numpy's on all samples together. [D3]"""
 
     def __init__(self, shape):
-        self.count, self.mean, self.m2 = 0, np.zeros(shape), np.zeros(shape)
+        self.count, self.mean, self.m2 = 0, np.zeros(shape)[()], np.zeros(shape)[()]  # () makes a number
 
     def update(self, x):
         """Add the samples x, (n, *shape)."""
@@ -278,18 +279,18 @@ class RunningNorm:
 
     @property
     def std(self):
-        return np.sqrt(self.m2 / self.count + 1e-8) if self.count > 1 else np.ones_like(self.m2)
+        return np.sqrt(self.m2 / self.count + 1e-8) if self.count > 1 else np.ones_like(self.m2)[()]
 
     def normalize(self, x):
         """(x - mean) / std, clipped to [-10, 10]; does not update. (n, *shape) -> float32."""
-        return np.clip((x - self.mean) / self.std, -10.0, 10.0).astype(np.float32)
+        return np.minimum(np.maximum((x - self.mean) / self.std, -10.0), 10.0).astype(np.float32)
 
     def state_dict(self):
         return {"count": self.count, "mean": torch.tensor(self.mean), "m2": torch.tensor(self.m2)}
 
     def load_state_dict(self, state):
         self.count = state["count"]
-        self.mean, self.m2 = (state[name].numpy().copy() for name in ("mean", "m2"))
+        self.mean, self.m2 = (state[name].numpy().copy()[()] for name in ("mean", "m2"))
 
 
 # ---- 3. Model ----------------------------------------------------------------------------------------------
@@ -451,9 +452,8 @@ def rollout(agent, envs, obs_norm, return_norm, rng, args, device):
     actions = np.empty_like(noise)
     rewards = np.empty((T, N), np.float32)
     terminated, truncated = np.empty((T, N), bool), np.empty((T, N), bool)
-    episodes = []
+    raw, episodes = np.stack([env.obs for env in envs]), []  # (N, obs_dim)
     for t in range(T):
-        raw = np.stack([env.obs for env in envs])  # (N, obs_dim)
         obs_norm.update(raw)
         obs[t] = obs_norm.normalize(raw)
         actions[t] = act(obs[t]) + std * noise[t]
@@ -466,7 +466,8 @@ def rollout(agent, envs, obs_norm, return_norm, rng, args, device):
                 next_obs[t, i] = obs_norm.normalize(env.obs)  # reached, but not acted on [D1]
                 episodes.append((env.score, len(env.actions)))
                 env.reset()
-    obs[T] = obs_norm.normalize(np.stack([env.obs for env in envs]))
+            raw[i] = env.obs
+    obs[T] = obs_norm.normalize(raw)
     done = terminated | truncated
     batch = {
         "obs": obs[:-1],
@@ -518,7 +519,7 @@ def minibatch_gradient(agent, batch, mb, clip_coef, clip_vloss, norm_adv, ent_co
 def compile_or_eager(function):
     """torch.compile; where that fails (no C++ compiler), the same function uncompiled, said once."""
     torch._dynamo.config.trace_autograd_ops = True
-    compiled = torch.compile(function, fullgraph=True)
+    compiled = torch.compile(function, fullgraph=True, options={"cpp_wrapper": not torch.cuda.is_available()})
 
     def call(*inputs):
         nonlocal compiled
@@ -532,7 +533,14 @@ def compile_or_eager(function):
     return call
 
 
-def update(agent, flat, optimizer, gradient, batch, generator, args):
+def optimizer_step(flat, grad, moments, lr):
+    """torch.optim.Adam's step (Kingma & Ba 2015) by its function: the class costs twice as much a call."""
+    state = [flat], [grad], [moments["exp_avg"]], [moments["exp_avg_sq"]], [], [moments["step"]]
+    constants = dict(beta1=0.9, beta2=0.999, eps=1e-5, weight_decay=0.0, amsgrad=False, maximize=False)
+    adam(*state, lr=lr, **constants, fused=True)
+
+
+def update(flat, moments, lr, agent, gradient, batch, generator, args):
     """Epochs of minibatch steps on one rollout. Returns the means of the STATS and the gradient norm."""
     b = {key: value.flatten(0, 1) for key, value in batch.items()}  # (T * N, ...)
     settings = (args.clip_coef, args.clip_vloss, args.norm_adv, args.ent_coef, args.vf_coef)
@@ -548,8 +556,8 @@ def update(agent, flat, optimizer, gradient, batch, generator, args):
         norms.append(norm)
         if args.target_kl is not None and stat[STATS.index("approx_kl")] > args.target_kl:
             break  # ends the update: one loop holds all epochs [D7]
-        flat.grad = grad * (args.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
-        optimizer.step()
+        grad *= (args.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+        optimizer_step(flat, grad, moments, lr)
     means = dict(zip(STATS, torch.stack(stats).mean(0).tolist()), grad_norm=torch.stack(norms).mean().item())
     means["explained_variance"] = explained_variance(b["values"], b["returns"]).item()
     return means
@@ -692,10 +700,11 @@ def main(args: Args) -> dict:
     obs_norm, return_norm = RunningNorm(envs[0].env.observation_space.shape), RunningNorm(())
     agent = Agent(obs_norm.mean.size, envs[0].half.size, args.log_std_init).to(device)
     flat = flatten_parameters(agent)
-    optimizer = torch.optim.Adam([flat], lr=args.learning_rate, eps=1e-5, fused=True)
+    moments = {name: torch.zeros_like(flat) for name in ("exp_avg", "exp_avg_sq")}
+    moments["step"] = torch.zeros((), device=device)
     gradient = compile_or_eager(minibatch_gradient) if args.compile else minibatch_gradient
     recent, first, metrics, run = collections.deque(maxlen=100), 0, {}, None
-    parts = {"agent": agent, "optimizer": optimizer, "obs_norm": obs_norm, "return_norm": return_norm}
+    parts = {"agent": agent, "obs_norm": obs_norm, "return_norm": return_norm}
     parts |= {f"env{i}": env for i, env in enumerate(envs)}
 
     if state is None:
@@ -708,6 +717,8 @@ def main(args: Args) -> dict:
             raise UsageError(f"--resume {folder}: this run is finished, at step {state['step']:,}")
         for name, part in parts.items():
             load_state(part, state[name])
+        for name, moment in moments.items():
+            moment.copy_(state["moments"][name])
         rng.bit_generator.state = json.loads(state["actions"])
         generator.set_state(state["shuffle"])
         recent.extend(state["recent"])
@@ -734,11 +745,10 @@ def main(args: Args) -> dict:
             lr = args.learning_rate * (
                 linear_schedule(iteration, args.num_iterations) if args.anneal_lr else 1.0
             )
-            optimizer.param_groups[0]["lr"] = lr
             step = (iteration + 1) * args.batch_size
             try:
                 batch, episodes = rollout(agent, envs, obs_norm, return_norm, rng, args, device)
-                losses = update(agent, flat, optimizer, gradient, batch, generator, args)
+                losses = update(flat, moments, lr, agent, gradient, batch, generator, args)
                 if not (math.isfinite(losses["grad_norm"]) and flat.isfinite().all()):
                     raise FloatingPointError("the gradient is not finite")
             except FloatingPointError as error:
@@ -770,7 +780,7 @@ def main(args: Args) -> dict:
             if final or stopped or (iteration + 1) % args.save_every == 0:
                 state = {"script": "ppo_continuous", "args": json.loads(json.dumps(vars(args), default=str))}
                 state |= {"step": step, "shuffle": generator.get_state(), "recent": list(recent)}
-                state |= {"actions": json.dumps(rng.bit_generator.state)}
+                state |= {"actions": json.dumps(rng.bit_generator.state), "moments": moments}
                 state |= {name: part.state_dict() for name, part in parts.items()}
                 save_checkpoint(folder / "checkpoint.pt", state)
             if stopped and not final:

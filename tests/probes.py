@@ -69,6 +69,15 @@ class Wide(Probe):
         return obs[:, None], *rest
 
 
+class Endless(Probe):
+    """Ends by the time limit that gymnasium puts around it, and never by itself."""
+
+    def step(self, action):
+        obs, reward, _, _, info = super().step(action)
+        return obs, reward, False, False, info
+
+
 for name, entry in {"Plain": Probe, "Target": Target, "Dict": DictSpace, "Wide": Wide}.items():
     gym.register(f"Probe/{name}-v0", entry, disable_env_checker=True)
 gym.register("Probe/NaN-v0", Probe, kwargs={"nan_at": 150}, disable_env_checker=True)
+gym.register("Probe/Endless-v0", Endless, max_episode_steps=7, disable_env_checker=True)
