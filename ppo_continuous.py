@@ -26,6 +26,7 @@ Differs from CleanRL's ppo_continuous_action.py in:
  [D8] The step budget is rounded up to whole iterations (and says so); nothing collected is dropped.
  [D9] Metrics are means over all minibatches; the clip fraction counts removed gradients only.
 [D10] Environments, actions, shuffling and evaluation draw from random streams of their own.
+[D11] The policy starts with a standard deviation of exp(-1), not 1 (README: the initial standard deviation).
 """
 
 import collections
@@ -98,8 +99,8 @@ class Args:
     """largest norm of a minibatch's gradient"""
     target_kl: float | None = None
     """end an update before the step at which the approximate KL (nats) exceeds this"""
-    log_std_init: float = 0.0
-    """initial log standard deviation of the policy, in units of the action bounds (CleanRL: 0)"""
+    log_std_init: float = -1.0
+    """initial log standard deviation of the policy, in units of the action bounds (CleanRL and SB3: 0)"""
     action_bounds: Literal["clip", "tanh"] = "clip"
     """clip: the environment receives the clipped sample; tanh: the policy itself is squashed"""
     seed: int = 1
@@ -315,7 +316,7 @@ class Agent(nn.Module):
             layer_init(nn.Linear(obs_dim, 64)), nn.Tanh(), layer_init(nn.Linear(64, 64)), nn.Tanh(),
             layer_init(nn.Linear(64, action_dim), 0.01),
         )  # fmt: skip
-        self.log_std = nn.Parameter(torch.full((action_dim,), log_std_init))
+        self.log_std = nn.Parameter(torch.full((action_dim,), log_std_init))  # [D11]
 
     def value(self, obs):
         """(M, obs_dim) -> (M,)."""

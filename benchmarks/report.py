@@ -22,13 +22,13 @@ from scipy.stats import bootstrap, trim_mean
 from speed import SHORT, summary
 
 HERE = Path(__file__).resolve().parent
-OURS, DEFAULT = "ppo_continuous", "logstd0"  # the variant that runs with the script's defaults
+OURS, DEFAULT, CLEANRL = "ppo_continuous", "logstd-1", "logstd0"  # variants: our default, CleanRL's value
 MAIN = ["HalfCheetah-v5", "Hopper-v5", "Walker2d-v5"]
 GROUPS = {  # name: tasks, {label: (script, variant)}
-    "main": (MAIN, {OURS: (OURS, DEFAULT), "SB3": ("peer_sb3", "")}),
-    "peer": (MAIN, {OURS: (OURS, f"{DEFAULT}-200k"), "SB3": ("peer_sb3", "")}),
+    "main": (MAIN, {"default": (OURS, DEFAULT), "--log-std-init 0": (OURS, CLEANRL)}),
+    "peer": (MAIN, {"--log-std-init 0": (OURS, f"{CLEANRL}-150k"), "SB3": ("peer_sb3", "")}),
     "time_limit": (MAIN[:1], {
-        "time limit bootstraps": (OURS, DEFAULT), "time limit ends": ("time_limit_ends", DEFAULT)}),
+        "time limit bootstraps": (OURS, CLEANRL), "time limit ends": ("time_limit_ends", CLEANRL)}),
     "log_std": ([*MAIN, "Ant-v5", "Swimmer-v5", "InvertedDoublePendulum-v5"], {
         f"log std {value}": (OURS, f"logstd{value}") for value in ("0", "-0.5", "-1")}),
 }  # fmt: skip

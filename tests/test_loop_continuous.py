@@ -460,7 +460,15 @@ def test_learns_a_task_whose_optimum_is_known(script, tmp_path, bounds):
     flags = dict(
         num_steps=256, total_timesteps=256 * 40, num_minibatches=4, update_epochs=6, learning_rate=3e-3
     )
-    out = train(script, tmp_path, env_id="Probe/Target-v0", eval_episodes=100, action_bounds=bounds, **flags)
+    out = train(
+        script,
+        tmp_path,
+        env_id="Probe/Target-v0",
+        log_std_init=0.0,
+        eval_episodes=100,
+        action_bounds=bounds,
+        **flags,
+    )
     assert out["eval/episodic_return"] > -0.01 and out["losses/explained_variance"] < 1
     state = torch.load(f"{out['folder']}/checkpoint.pt", weights_only=True)
     assert state["agent"]["log_std"].item() < -0.3  # a settled policy explores less
