@@ -17,7 +17,6 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parent
-LANGUAGE = ("ppo_rlhf", "grpo_rlhf")
 PPO = ("ppo_continuous", "ppo_atari", "ppo_rlhf")
 EVERY = ("ppo_continuous", "ppo_atari", "grpo_rlhf", "ppo_rlhf")
 CONTRACT = {  # function -> the scripts that must have it
