@@ -19,6 +19,7 @@ import torch
 ROOT = Path(__file__).parent
 PPO = ("ppo_continuous", "ppo_atari", "ppo_rlhf")
 EVERY = ("ppo_continuous", "ppo_atari", "grpo_rlhf", "ppo_rlhf")
+LANGUAGE = ("grpo_rlhf", "ppo_rlhf")
 CONTRACT = {  # function -> the scripts that must have it
     "policy_loss": EVERY,
     "approx_kl": EVERY,
@@ -32,6 +33,17 @@ CONTRACT = {  # function -> the scripts that must have it
     "gaussian_logp_entropy": ("ppo_continuous",),
     "tanh_log_det": ("ppo_continuous",),
     "RunningNorm": ("ppo_continuous",),
+    "token_logps": LANGUAGE,
+    "response_mask": LANGUAGE,
+    "masked_mean": LANGUAGE,
+    "pack": LANGUAGE,
+    "group_advantages": ("grpo_rlhf",),
+    "flat_groups": ("grpo_rlhf",),
+    "overlong_penalty": ("grpo_rlhf",),
+    "sequence_logps": ("grpo_rlhf",),
+    "surrogate": ("grpo_rlhf",),
+    "kl_loss": ("grpo_rlhf",),
+    "aggregate": ("grpo_rlhf",),
 }
 
 hypothesis.settings.register_profile(

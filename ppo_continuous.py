@@ -54,6 +54,8 @@ import tyro
 from torch.optim.adam import adam
 from tqdm import tqdm
 
+SCRIPT = "ppo_continuous"
+
 # ---- 1. Arguments ------------------------------------------------------------------------------------------
 
 
@@ -165,12 +167,16 @@ class Args:
         return self.num_envs * self.num_steps
 
     @property
+    def task_name(self) -> str:
+        return self.env_id.replace("/", "-")
+
+    @property
     def num_iterations(self) -> int:
         return -(-self.total_timesteps // self.batch_size)  # [D8]
 
 
 def streams(seed: int) -> list[np.random.SeedSequence]:
-    """Independent random streams of a run: environments, actions, shuffling, evaluation. [D10]"""
+    """Independent random streams: environments or prompts, actions or tokens, shuffling, evaluation."""
     return np.random.SeedSequence(seed).spawn(4)
 
 
@@ -581,9 +587,9 @@ def load_checkpoint(path: Path) -> dict:
         raise UsageError(f"there is no checkpoint {path}")
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-        assert state["script"] == "ppo_continuous"
+        assert state["script"] == SCRIPT
     except Exception as error:
-        raise UsageError(f"{path} is not a whole checkpoint of ppo_continuous.py") from error
+        raise UsageError(f"{path} is not a whole checkpoint of {SCRIPT}.py") from error
     return state
 
 
@@ -624,9 +630,9 @@ def stop_signals():
 
 def open_run(args: Args, device: torch.device) -> Path:
     """A new folder runs/<name> with config.json; an existing one is never touched."""
-    default = f"{args.env_id.replace('/', '-')}__ppo_continuous__{args.seed}__{time.time_ns() // 10**6}"
+    default = f"{args.task_name}__{SCRIPT}__{args.seed}__{time.time_ns() // 10**6}"
     folder = Path("runs") / (args.run_name or default)
-    packages = ("torch", "numpy", "gymnasium", "mujoco")
+    packages = ("torch", "numpy", "gymnasium", "mujoco", "transformers")
     versions = {name: getattr(sys.modules.get(name), "__version__", None) for name in packages}
     config = {
         "args": dataclasses.asdict(args),
@@ -692,7 +698,7 @@ def main(args: Args) -> dict:
         state = load_checkpoint(args.resume / "checkpoint.pt")
         args = resumed_args(args, state["args"])
 
-    env_stream, action_stream, shuffle_stream, eval_stream = streams(args.seed)
+    env_stream, action_stream, shuffle_stream, eval_stream = streams(args.seed)  # [D10]
     rng = np.random.default_rng(action_stream)
     generator = torch.Generator(device).manual_seed(int(shuffle_stream.generate_state(1)[0]))
     torch.manual_seed(args.seed)  # initial weights
@@ -779,14 +785,14 @@ def main(args: Args) -> dict:
                 run.log(metrics, step=step)
             bar.update(args.batch_size)
             if final or stopped or (iteration + 1) % args.save_every == 0:
-                state = {"script": "ppo_continuous", "args": json.loads(json.dumps(vars(args), default=str))}
+                state = {"script": SCRIPT, "args": json.loads(json.dumps(vars(args), default=str))}
                 state |= {"step": step, "shuffle": generator.get_state(), "recent": list(recent)}
                 state |= {"actions": json.dumps(rng.bit_generator.state), "moments": moments}
                 state |= {name: part.state_dict() for name, part in parts.items()}
                 save_checkpoint(folder / "checkpoint.pt", state)
             if stopped and not final:
                 bar.close()
-                print(f"stopped at step {step:,}; continue with: python ppo_continuous.py --resume {folder}")
+                print(f"stopped at step {step:,}; continue with: python {SCRIPT}.py --resume {folder}")
                 raise SystemExit(128 + stopped[0])
     if run:
         run.finish()
@@ -799,4 +805,4 @@ if __name__ == "__main__":
     try:
         main(tyro.cli(Args))
     except (UsageError, FloatingPointError, OSError) as error:
-        sys.exit(f"ppo_continuous.py: {error}")
+        sys.exit(f"{SCRIPT}.py: {error}")

@@ -1,0 +1,1219 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["torch>=2.13", "transformers>=5.24", "numpy>=2", "tqdm", "tyro>=1.0", "wandb", "peft"]
+# ///
+"""Group-relative policy optimisation of a language model on verifiable rewards, in one file.
+
+The whole algorithm from top to bottom: mathematics, model, task and reward, sampling, update, training loop.
+Nothing is imported from the other scripts; `pytest --script my_copy.py` verifies a changed copy.
+
+    python grpo_rlhf.py                                               # a tiny model learns to sort, one minute
+    python grpo_rlhf.py --model MODEL --dataset train.jsonl --reward number --preset dapo --dtype bfloat16
+
+Papers: GRPO (DeepSeekMath, Shao et al. 2024, arXiv 2402.03300, eq. 3 and 4), PPO (Schulman et al. 2017, arXiv
+1707.06347, eq. 7), RLOO (Ahmadian et al. 2024, arXiv 2402.14740, eq. 4), Dr. GRPO (Liu et al. 2025, arXiv
+2503.20783), DAPO (Yu et al. 2025, arXiv 2503.14476, eq. 8 to 13), GSPO (Zheng et al. 2025, arXiv 2507.18071,
+eq. 5 to 7), CISPO (MiniMax-M1 2025, arXiv 2506.13585, eq. 4 and 5), KL estimators (Schulman 2020,
+http://joschu.net/blog/kl-approx.html), the gradient of KL terms (DeepSeek-V3.2 2025, arXiv 2512.02556).
+
+Differs from TRL's GRPOTrainer and from the papers in:
+ [D1] The sampling loop is here: no generation config of a checkpoint (top-k, penalties) can bend the sampled
+      distribution away from the scored one; temperature is the only setting, and it divides both.
+ [D2] A prompt is computed once for its group, when sampling (the cache is forked) and when learning (the
+      responses of a group share one row, under a mask); responses leave the batch when they end.
+ [D3] Logits exist at response tokens only, in micro-batches by a budget of tokens, with float32 log-softmax.
+ [D4] Losses are divided by the counts of the whole optimiser step: no cut into micro-batches changes them.
+ [D5] A group of equal rewards has advantage exactly 0 (decided by its range, not by its deviation), and what
+      has advantage 0 is not computed, unless a KL term needs it.
+ [D6] A KL term in the loss is weighted by the ratio: its gradient is that of KL(policy || reference), which
+      the k3 of the GRPO paper is not (--kl-form k3).
+ [D7] Masks come from stop ids and lengths, never from the pad id; every stop id of tokenizer and model counts;
+      the stop token is trained on, and none is forced onto an unfinished response.
+ [D8] Defaults are clip-higher (0.2, 0.28), token-level loss and no KL; --preset sets what the papers had.
+ [D9] An unscorable completion (None or NaN) is left out of its group's statistics and has advantage 0.
+[D10] Prompts, tokens, shuffling and evaluation draw from random streams of their own.
+[D11] The first batch is checked: scored equal to sampled log-probabilities, KL to the reference exactly 0.
+"""
+
+import contextlib
+import copy
+import dataclasses
+import fractions
+import hashlib
+import importlib.util
+import itertools
+import json
+import math
+import os
+import platform
+import re
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+import transformers
+import tyro
+from tqdm import tqdm
+
+SCRIPT = "grpo_rlhf"
+
+# ---- 1. Arguments ------------------------------------------------------------------------------------------
+
+
+class UsageError(ValueError):
+    """A fault of the command line, a file or a model, told in one sentence."""
+
+
+@dataclass
+class Args:
+    """Group-relative policy optimisation of a language model on verifiable rewards, in one file."""
+
+    model: str | None = None
+    """causal language model, a folder or a hub name; default: a tiny one made here, with a task of its own"""
+    dataset: str | None = None
+    """FILE.jsonl with "prompt" (text, or chat messages) and "answer", or reasoning_gym:NAME"""
+    eval_dataset: str | None = None
+    """held-out FILE.jsonl; default: the last --num-eval rows of --dataset, which are never trained on"""
+    num_eval: int = 300
+    """held-out rows used"""
+    reward: str = "exact"
+    """exact, number, format, reasoning_gym or FILE.py:FUNCTION; joined by +, the rewards are added"""
+    chat_template: bool = True
+    """put a text prompt into the tokenizer's chat template, if it has one"""
+    stop: str | None = None
+    r"""one more token that ends a response, such as "\n"; the stop ids of tokenizer and model always do"""
+    preset: Literal["grpo", "rloo", "drgrpo", "dapo", "gspo", "cispo"] | None = None
+    """set the flags that a paper had (listed at the start of a run); flags given beside it win"""
+    total_steps: int = 200
+    """training steps: batches of sampled responses"""
+    num_prompts: int = 16
+    """prompts, that is groups, a step"""
+    group_size: int = 8
+    """responses to a prompt"""
+    max_new_tokens: int = 512
+    """longest response, in tokens"""
+    temperature: float = 1.0
+    """of sampling and of every log-probability"""
+    sampling_rounds: int = 1
+    """dynamic sampling: at most so many rounds until --num-prompts groups have unequal rewards; 1: off"""
+    advantage: Literal["grpo", "rloo", "drgrpo"] = "grpo"
+    """reward minus the group's mean, over its deviation (grpo); leave-one-out baseline (rloo); mean only"""
+    surrogate: Literal["clip", "gspo", "cispo", "reinforce"] = "clip"
+    """PPO's clip per token; clip of the sequence's ratio; truncated weight; no ratio"""
+    clip_low: float = 0.2
+    """the ratio is clipped below 1 minus this"""
+    clip_high: float = 0.28
+    """and above 1 plus this"""
+    cispo_max: float = 5.0
+    """largest weight of --surrogate cispo"""
+    aggregation: Literal["token", "sequence", "constant"] = "token"
+    """mean over all tokens; over the means of sequences; sum over responses x --max-new-tokens"""
+    kl_coef: float = 0.0
+    """weight of the KL divergence from the starting policy; 0: no reference model is kept"""
+    kl_form: Literal["k3_unbiased", "k3", "reward"] = "k3_unbiased"
+    """ratio x k3 in the loss; k3 in the loss (GRPO paper); the sum of k1 over a response in the reward"""
+    overlong_buffer: float = 0.0
+    """last share of --max-new-tokens over which a length penalty grows to 1 (DAPO: 0.2); 0: none"""
+    importance_cap: float = 2.0
+    """largest weight that corrects the sampler's rounding (trainer over sampler probability of a token)"""
+    update_epochs: int = 1
+    """passes over a step's responses"""
+    num_minibatches: int = 1
+    """optimiser steps a pass; a group stays whole"""
+    learning_rate: float = 1e-6
+    """AdamW's step size"""
+    warmup_steps: int = 5
+    """training steps over which the learning rate grows to its value"""
+    anneal_lr: bool = False
+    """decay the learning rate linearly to zero"""
+    max_grad_norm: float = 1.0
+    """largest norm of a gradient"""
+    lora_rank: int = 0
+    """train low-rank adapters on all linear layers (needs peft); 0: all weights"""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """bfloat16: autocast over float32 weights, sampling from a bfloat16 copy"""
+    gradient_checkpointing: bool = False
+    """recompute activations in the backward pass: less memory, more time"""
+    batch_tokens: int = 8192
+    """most tokens of a micro-batch, padding included"""
+    row_tokens: int = 1024
+    """responses of a group share a row up to so many tokens; 0: a row each, for models without such masks"""
+    eval_every: int = 20
+    """training steps between two evaluations; 0: only before and after"""
+    eval_samples: int = 8
+    """sampled responses to a held-out prompt, for pass@1 and pass@k; 0: greedy only"""
+    save_every: int = 25
+    """training steps between two checkpoints"""
+    self_checks: bool = True
+    """check the first batch: sampled against scored log-probabilities, reference, stop token, rewards"""
+    seed: int = 1
+    """seed of all random streams"""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """where the model lives; auto takes cuda if there is one"""
+    run_name: str | None = None
+    """folder under runs/; default: task, script, seed and time"""
+    resume: Path | None = None
+    """continue the run in this folder, with its flags"""
+    track: bool = False
+    """log to Weights & Biases as well (WANDB_MODE=offline needs no network)"""
+    wandb_project_name: str = "ppo-verified"
+    """W&B project (the team comes from WANDB_ENTITY)"""
+
+    def __post_init__(self):
+        natural = "num_eval total_steps num_prompts max_new_tokens sampling_rounds update_epochs save_every"
+        natural += " num_minibatches batch_tokens"
+        for name, value in vars(self).items():
+            if not isinstance(value, (int, float)) or isinstance(value, bool):
+                continue
+            rule, holds = "must not be negative", 0 <= value < math.inf
+            if name in natural.split():
+                rule, holds = "must be at least 1", value >= 1
+            elif name == "group_size":
+                rule, holds = "must be at least 2: a group of one has no baseline", value >= 2
+            elif name in ("temperature", "learning_rate", "max_grad_norm", "importance_cap", "cispo_max"):
+                rule, holds = "must be positive and finite", 0 < value < math.inf
+            elif name in ("clip_low", "overlong_buffer"):
+                rule, holds = "must lie in [0, 1]", 0 <= value <= 1
+            if not holds:
+                raise UsageError(f"--{name.replace('_', '-')} {value} {rule}")
+        if self.num_prompts % self.num_minibatches:
+            raise UsageError(
+                f"--num-prompts {self.num_prompts} do not divide into --num-minibatches {self.num_minibatches}"
+            )
+        if self.model is None and self.dataset is not None:
+            raise UsageError(f"--dataset {self.dataset} needs --model: the built-in model knows digits only")
+        if self.model is not None and self.dataset is None:
+            raise UsageError(f"--model {self.model} needs --dataset")
+        if self.surrogate == "reinforce" and self.num_updates > 1:
+            raise UsageError("--surrogate reinforce has no ratio: it needs one update epoch, one minibatch")
+        if self.run_name is not None and Path(self.run_name).name != self.run_name:
+            raise UsageError(f"--run-name {self.run_name} must be the name of a folder under runs/")
+        if self.run_name is not None and self.resume is not None:
+            raise UsageError(f"--run-name {self.run_name} contradicts --resume {self.resume}")
+
+    @property
+    def num_updates(self) -> int:
+        return self.update_epochs * self.num_minibatches
+
+    @property
+    def task_name(self) -> str:
+        return "sort" if self.dataset is None else re.sub(r"\W+", "-", Path(self.dataset).stem)
+
+
+# What the built-in task needs; --preset and the command line go over it.
+BUILT_IN = dict(
+    total_steps=200, num_prompts=32, max_new_tokens=8, num_minibatches=4, learning_rate=1e-4, warmup_steps=10,
+    anneal_lr=True, eval_every=40,
+)
+PRESETS = {
+    "grpo": dict(clip_high=0.2, aggregation="sequence", kl_coef=0.04, kl_form="k3"),
+    "rloo": dict(
+        advantage="rloo", surrogate="reinforce", aggregation="constant", kl_coef=0.05, kl_form="reward",
+        num_minibatches=1,
+    ),
+    "drgrpo": dict(advantage="drgrpo", clip_high=0.2, aggregation="constant"),
+    "dapo": dict(sampling_rounds=4, overlong_buffer=0.2),
+    "gspo": dict(surrogate="gspo", clip_low=3e-4, clip_high=4e-4, aggregation="sequence"),
+    "cispo": dict(surrogate="cispo"),
+}  # fmt: skip
+
+
+def parse_args(argv: list[str] | None = None) -> Args:
+    """The command line over the preset, over the built-in task's settings if there is no --model."""
+    given = tyro.cli(Args, args=argv)
+    defaults = BUILT_IN if given.model is None and given.resume is None else {}
+    defaults = defaults | PRESETS.get(given.preset, {})
+    return tyro.cli(Args, args=argv, default=Args(**defaults))
+
+
+def streams(seed: int) -> list[np.random.SeedSequence]:
+    """Independent random streams: environments or prompts, actions or tokens, shuffling, evaluation."""
+    return np.random.SeedSequence(seed).spawn(4)
+
+
+# ---- 2. Pure functions: B responses in groups of G, L tokens, V vocabulary, M any shape --------------------
+
+
+def linear_schedule(step: int, total: int) -> float:
+    """Fraction of the initial value at update `step` of `total`, counted from 0: 1 first, 1 / total last."""
+    return 1.0 - step / total
+
+
+def minibatches(n, num, generator):
+    """A fresh random partition of range(n) into `num` index tensors; nothing is dropped."""
+    return torch.randperm(n, generator=generator, device=generator.device).tensor_split(num)
+
+
+def token_logps(logits, tokens, temperature):
+    """Log-probability of each token under softmax(logits / temperature), in float32. (B, L, V), (B, L) -> (B, L)."""
+    logits = logits.float() / temperature
+    return -F.cross_entropy(logits.flatten(0, 1), tokens.flatten(), reduction="none").view_as(tokens)
+
+
+def response_mask(tokens, eos_ids):
+    """True up to and with the first stop id, everywhere if there is none. (B, L) -> (B, L). [D7]"""
+    stop = torch.isin(tokens, torch.as_tensor(eos_ids, device=tokens.device)).long()
+    return stop.cumsum(1) - stop == 0
+
+
+def masked_mean(x, mask, denom=None):
+    """Sum of x where `mask` is True, over `denom` (default: their number); 0 if there are none. M -> scalar."""
+    denom = mask.sum() if denom is None else torch.as_tensor(denom)
+    return x.masked_fill(~mask, 0.0).sum() / denom.clamp(min=1)
+
+
+def flat_groups(rewards, group_size):
+    """True for a group without two different rewards, up to rounding; NaN does not count. (B,) -> (B / G,). [D5]"""
+    groups = rewards.view(-1, group_size)
+    high = groups.nan_to_num(nan=-math.inf, neginf=-math.inf).amax(1)
+    low = groups.nan_to_num(nan=math.inf, posinf=math.inf).amin(1)
+    return ~(high - low > 1e-6 * torch.maximum(high.abs(), low.abs()).clamp(min=1.0))
+
+
+def group_advantages(rewards, group_size, kind):
+    """Advantage of each response within its group of `group_size` neighbours. (B,) -> (B,).
+
+    drgrpo: reward - mean of the group (Liu et al. 2025). grpo: that over the deviation of the sample + 1e-4 (Shao
+    et al. 2024, section 4.1.2). rloo: reward - mean of the others (Ahmadian et al. 2024, eq. 4). Exactly 0 in a
+    flat group and for a reward of NaN, which is left out of the statistics [D9].
+    """
+    groups = rewards.view(-1, group_size)
+    scored = ~groups.isnan()
+    n = scored.sum(1, keepdim=True)
+    mean = groups.nansum(1, keepdim=True) / n.clamp(min=1)
+    centred = (groups - mean).masked_fill(~scored | flat_groups(rewards, group_size)[:, None], 0.0)
+    scale = {
+        "grpo": lambda: 1.0 / ((centred.square().sum(1, keepdim=True) / (n - 1).clamp(min=1)).sqrt() + 1e-4),
+        "rloo": lambda: n / (n - 1).clamp(min=1),
+        "drgrpo": lambda: 1.0,
+    }[kind]()
+    return (centred * scale).flatten()
+
+
+def overlong_penalty(lengths, max_length, buffer):
+    """0 up to max_length - buffer tokens, then linear to -1 at max_length (DAPO, eq. 13). (B,) -> (B,)."""
+    return -((lengths - (max_length - buffer)) / max(buffer, 1e-9)).clamp(0.0, 1.0)
+
+
+def policy_loss(logp, old_logp, adv, clip_low, clip_high):
+    """Clipped surrogate (Schulman et al. 2017, eq. 7), negated to be minimised, per sample. M -> M."""
+    ratio = torch.exp(logp - old_logp)
+    return -torch.min(ratio * adv, ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * adv)
+
+
+def sequence_logps(logp, old_logp, mask):
+    """`logp` moved so that each token's ratio to `old_logp` is its sequence's geometric mean. (B, L) -> (B, L).
+
+    The gradient stays that of each token (GSPO-token, Zheng et al. 2025, eq. 14), so that `policy_loss` of it is
+    GSPO's objective.
+    """
+    log_ratio = (logp - old_logp).detach().masked_fill(~mask, 0.0)
+    mean = log_ratio.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
+    return old_logp + mean + (logp - logp.detach())
+
+
+def surrogate(kind, logp, old_logp, adv, mask, clip_low, clip_high, cispo_max):
+    """Loss of each token, to be minimised; adv is (B,), all else (B, L) -> (B, L).
+
+    clip: `policy_loss`. gspo: the same on the sequence's ratio. cispo: -min(ratio, cispo_max) A log pi, the weight
+    without gradient (MiniMax-M1, eq. 4). reinforce: -A log pi.
+    """
+    adv = adv[:, None].expand_as(logp)
+    if kind in ("clip", "gspo"):
+        logp = sequence_logps(logp, old_logp, mask) if kind == "gspo" else logp
+        return policy_loss(logp, old_logp, adv, clip_low, clip_high)
+    weight = torch.exp(logp - old_logp).detach().clamp(max=cispo_max)
+    return -{"cispo": weight, "reinforce": 1.0}[kind] * adv * logp
+
+
+def approx_kl(logp, ref_logp, kind):
+    """Per-sample estimate of KL(policy || reference), the samples being of the policy of `logp`. M -> M.
+
+    With d = ref_logp - logp (Schulman 2020): k1 = -d, k2 = d^2 / 2, k3 = exp(d) - 1 - d.
+    """
+    d = ref_logp - logp
+    return {"k1": lambda: -d, "k2": lambda: d.square() / 2, "k3": lambda: torch.expm1(d) - d}[kind]()
+
+
+def kl_loss(kind, logp, old_logp, ref_logp):
+    """Loss of each token whose gradient pulls to the reference, the samples being of `old_logp`. M -> M.
+
+    k3_unbiased: ratio x k3, the gradient of KL(policy || reference) (DeepSeek-V3.2, eq. 7). k3: on its own samples
+    the gradient of KL(reference || policy) (DeepSeekMath, eq. 4). [D6]
+    """
+    k3 = approx_kl(logp, ref_logp, "k3")
+    return {"k3_unbiased": lambda: torch.exp(logp - old_logp) * k3, "k3": lambda: k3}[kind]()
+
+
+def clip_fraction(logp, old_logp, adv, clip_low, clip_high):
+    """Share of samples whose gradient the clip of `policy_loss` removed: the good side only. M -> scalar."""
+    ratio = torch.exp(logp - old_logp)
+    clipped = ((adv > 0) & (ratio > 1.0 + clip_high)) | ((adv < 0) & (ratio < 1.0 - clip_low))
+    return clipped.float().mean()
+
+
+def aggregate(loss, mask, mode, num_tokens, num_sequences, max_length):
+    """One number from token losses; the counts are those of the whole optimiser step [D4]. (B, L) -> scalar.
+
+    token: sum / num_tokens (DAPO, eq. 8). sequence: sum of the sequences' means / num_sequences (DeepSeekMath, eq.
+    3). constant: sum / (num_sequences x max_length) (Dr. GRPO).
+    """
+    if mode == "sequence":
+        loss = loss / mask.sum(1, keepdim=True).clamp(min=1)
+    denom = {"token": num_tokens, "sequence": num_sequences, "constant": num_sequences * max_length}[mode]
+    return masked_mean(loss, mask, denom)
+
+
+def pack(prompt_lengths, lengths, samples, group_size, row_tokens, batch_tokens):
+    """Micro-batches of rows of samples: [[[sample, ...] of one prompt, ...], ...]; each sample once. [D2]
+
+    A row holds its prompt once and as many responses to it as row_tokens allow (one at least); a micro-batch holds
+    rows of similar length, batch_tokens with their padding at most (one row at least).
+    """
+    rows = []  # (tokens, samples)
+    for group, members in itertools.groupby(samples, lambda i: i // group_size):
+        used = row_tokens + 1
+        for i in members:
+            if used + lengths[i] - 1 > row_tokens:
+                used = prompt_lengths[group]
+                rows.append([used, []])
+            used += lengths[i] - 1  # the last token of a response is never an input
+            rows[-1][0] = used
+            rows[-1][1].append(i)
+    batches = []
+    for tokens, row in sorted(rows, key=lambda row: -row[0]):
+        if not batches or (len(batches[-1][1]) + 1) * batches[-1][0] > batch_tokens:
+            batches.append((tokens, []))
+        batches[-1][1].append(row)
+    return [rows for _, rows in batches]
+
+
+# ---- 3. Model ----------------------------------------------------------------------------------------------
+
+
+def digit_tokenizer():
+    """One token for each of the characters 0 to 9 and =, with a stop and a padding token."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    vocabulary = ["<pad>", "<eos>", "=", *"0123456789"]
+    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(vocabulary)}))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>"
+    )
+
+
+def tiny_model(tokenizer):
+    """A Llama of 0.33 million parameters with random weights."""
+    config = transformers.LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=128, intermediate_size=256, num_hidden_layers=2,
+        num_attention_heads=4, max_position_embeddings=64, initializer_range=0.05, tie_word_embeddings=True,
+        bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
+
+
+def supervised_start(model, tokenizer, rows, rng, steps=150, batch_size=128):
+    """Teach the tiny model by demonstrations of mixed skill: 30 % sorted, 35 % sorted downwards, 35 % copied."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
+    device = next(model.parameters()).device
+    for step in tqdm(range(steps), desc="supervised start", unit=" steps"):
+        texts = []
+        for row, skill in zip(rng.choice(rows, batch_size), rng.random(batch_size)):
+            digits, answer = row["prompt"][:-1], row["answer"]
+            texts.append(
+                row["prompt"] + (answer if skill < 0.3 else answer[::-1] if skill < 0.65 else digits)
+            )
+        ids = torch.tensor([[*tokenizer(t).input_ids, tokenizer.eos_token_id] for t in texts], device=device)
+        logits = model(ids[:, :-1], use_cache=False).logits
+        prompt = len(rows[0]["prompt"])
+        loss = -token_logps(logits[:, prompt - 1 :], ids[:, prompt:], 1.0).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.param_groups[0]["lr"] = 1e-3 * min((step + 1) / 20, 1.0 - 0.8 * step / steps)
+        optimizer.step()
+
+
+def load_model(name: str):
+    """Tokenizer and causal language model, float32 weights, without dropout: all passes see one policy."""
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+        config = transformers.AutoConfig.from_pretrained(name)
+        for key, value in config.to_dict().items():
+            if isinstance(value, float) and ("dropout" in key or key.endswith("pdrop")):
+                setattr(config, key, 0.0)
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            name, config=config, dtype=torch.float32, attn_implementation="sdpa"
+        )
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        where = "" if Path(name).is_dir() else ", which is no folder here,"
+        reason = str(error).strip().splitlines()[0]
+        raise UsageError(f"--model {name}{where} cannot be loaded: {reason}") from error
+    return tokenizer, model
+
+
+def stop_ids(tokenizer, model, stop: str | None) -> list[int]:
+    """Every id that ends a response: of the tokenizer, of the model's configurations, and --stop. [D7]"""
+    known = [tokenizer.eos_token_id, model.config.eos_token_id]
+    known.append(getattr(model.generation_config, "eos_token_id", None))
+    ids = {i for entry in known for i in (entry if isinstance(entry, list) else [entry]) if i is not None}
+    if stop is not None:
+        extra = tokenizer(stop.replace("\\n", "\n"), add_special_tokens=False).input_ids
+        if len(extra) != 1:
+            raise UsageError(f"--stop {stop!r} is {len(extra)} tokens of this tokenizer, not one")
+        ids.update(extra)
+    size = model.get_input_embeddings().num_embeddings
+    if not ids or max(ids) >= size:
+        raise UsageError(
+            f"the stop ids {sorted(ids)} of the tokenizer are not among the model's {size} tokens"
+        )
+    return sorted(ids)
+
+
+def add_lora(model, rank: int):
+    """The model with trainable low-rank adapters (Hu et al. 2021, arXiv 2106.09685); it starts unchanged."""
+    try:
+        import peft
+    except ImportError as error:
+        raise UsageError(f"--lora-rank {rank} needs: pip install peft") from error
+    config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    return peft.get_peft_model(model, config)
+
+
+# ---- 4. Task and reward ------------------------------------------------------------------------------------
+
+
+def sort_rows(count: int, rng) -> list[dict]:
+    """The built-in task: distinct prompts of six digits and "=", to be answered by the digits in order."""
+    texts = [f"{number:06d}" for number in rng.choice(10**6, count, replace=False)]
+    return [{"prompt": text + "=", "answer": "".join(sorted(text))} for text in texts]
+
+
+def load_rows(source: str, count: int, seed: int) -> list[dict]:
+    """Rows with "prompt" and "answer" of a .jsonl file, or `count` rows of reasoning_gym:NAME."""
+    if source.startswith("reasoning_gym:"):
+        try:
+            import reasoning_gym
+
+            entries = reasoning_gym.create_dataset(source.partition(":")[2], size=count, seed=seed)
+        except ImportError as error:
+            raise UsageError(f"--dataset {source} needs: pip install reasoning-gym") from error
+        except ValueError as error:
+            raise UsageError(f"--dataset {source}: {error}") from error
+        return [{"prompt": entry["question"], **entry} for entry in entries]
+    rows = []
+    try:
+        for number, line in enumerate(Path(source).read_text().splitlines(), 1):
+            row = json.loads(line)
+            if not row["prompt"]:
+                raise UsageError(f"{source}, line {number}: the prompt is empty")
+            rows.append({"answer": row["answer"], **row})
+    except OSError as error:
+        raise UsageError(f"cannot read {source}: {error.strerror}") from error
+    except (json.JSONDecodeError, TypeError) as error:
+        raise UsageError(f"{source}, line {number}: not a JSON object: {error}") from error
+    except KeyError as error:
+        raise UsageError(f"{source}, line {number}: there is no field {error}") from error
+    return rows
+
+
+def encode(tokenizer, prompt, chat_template: bool) -> list[int]:
+    """Token ids of a text or of chat messages; an assistant's last message is left open, to be continued."""
+    if isinstance(prompt, str) and not (chat_template and tokenizer.chat_template):
+        return tokenizer(prompt).input_ids
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    go_on = messages[-1]["role"] == "assistant"
+    text = tokenizer.apply_chat_template(
+        messages, tokenize=False, continue_final_message=go_on, add_generation_prompt=not go_on
+    )
+    return tokenizer(text, add_special_tokens=False).input_ids
+
+
+def last_number(text: str) -> fractions.Fraction | None:
+    r"""The number after "####" or in \boxed{}, else the last one; read by a pattern, never run as code."""
+    text = str(text).replace("\u2212", "-").replace("$", "")
+    marked = re.findall(r"####\s*(.+)|\\boxed\{([^{}]*)\}", text)
+    text = max(marked[-1]) if marked else text
+    found = re.findall(r"(?<![0-9.)])-?(?:[0-9][0-9,]*)?\.?[0-9]+(?:/[0-9]+)?", text)
+    try:
+        return fractions.Fraction(found[-1].replace(",", ""))
+    except (IndexError, ValueError, ZeroDivisionError):
+        return None
+
+
+def exact(prompts, completions, rows):
+    """1 if the completion is the answer, spaces around it aside."""
+    return [float(text.strip() == str(row["answer"]).strip()) for text, row in zip(completions, rows)]
+
+
+def number(prompts, completions, rows):
+    """1 if the last number of the completion is that of the answer; None if the answer has none."""
+    answers = [last_number(row["answer"]) for row in rows]
+    return [None if a is None else float(last_number(t) == a) for t, a in zip(completions, answers)]
+
+
+def format(prompts, completions, rows):
+    """1 if the completion is <think>...</think><answer>...</answer> and nothing else."""
+    form = re.compile(
+        r"\s*<think>((?!</?think>).)*</think>\s*<answer>((?!</?answer>).)*</answer>\s*", re.DOTALL
+    )
+    return [float(form.fullmatch(text) is not None) for text in completions]
+
+
+def reasoning_gym(prompts, completions, rows):
+    """The score, 0 to 1, of reasoning-gym's own verifier for the row's data set."""
+    from reasoning_gym import get_score_answer_fn
+
+    return [
+        get_score_answer_fn(row["metadata"]["source_dataset"])(text.strip(), row)
+        for text, row in zip(completions, rows)
+    ]
+
+
+def load_rewards(names: str) -> dict:
+    """The reward functions of --reward by name: (prompts, completions, rows) -> list of float or None."""
+    known = {function.__name__: function for function in (exact, number, format, reasoning_gym)}
+    functions = {}
+    for name in names.split("+"):
+        path, _, attribute = name.rpartition(":")
+        if name not in known and not path:
+            raise UsageError(f"--reward {name} is none of {', '.join(known)} and not FILE.py:FUNCTION")
+        try:
+            if path:
+                spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+                module = importlib.util.module_from_spec(spec)
+                spec.loader.exec_module(module)
+            functions[name] = getattr(module, attribute) if path else known[name]
+        except Exception as error:
+            raise UsageError(f"--reward {name} cannot be loaded: {error}") from error
+    return functions
+
+
+def score_texts(functions: dict, prompts, completions, rows) -> torch.Tensor:
+    """Sum of the rewards of each completion, NaN where one is None. (B,), float32."""
+    total = torch.zeros(len(completions))
+    for name, function in functions.items():
+        try:
+            rewards = list(function(prompts, completions, rows))
+            rewards = torch.tensor([math.nan if r is None else float(r) for r in rewards])
+        except Exception as error:
+            raise UsageError(f"--reward {name} raised {type(error).__name__}: {error}") from error
+        if len(rewards) != len(completions):
+            raise UsageError(f"--reward {name} returned {len(rewards)} for {len(completions)} completions")
+        if rewards.isinf().any():
+            raise UsageError(f"--reward {name} returned an infinite reward")
+        total += rewards
+    if total.isnan().all():
+        raise UsageError(f"--reward {names if (names := '+'.join(functions)) else ''} scored no completion")
+    return total
+
+
+# ---- 5. Rollout --------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def generate(model, prompts, copies, max_new_tokens, temperature, eos_ids, generator):
+    """Sample `copies` responses to each prompt (temperature 0: the likeliest tokens). [D1] [D2]
+
+    Returns tokens (B, max_new_tokens), filled up after the stop token, their log-probabilities and the
+    entropies of the distributions that they were drawn from; B = prompts x copies, a prompt's copies side by side.
+    """
+    device, size, width = generator.device, len(prompts) * copies, max(map(len, prompts))
+    ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=device)  # left-padded
+    lengths = torch.tensor([len(p) for p in prompts], device=device)
+    mask = torch.arange(width, device=device) >= width - lengths[:, None]  # [D7]
+    position = (mask.cumsum(1) - 1).clamp(min=0)
+    out = model(ids, attention_mask=mask.long(), position_ids=position, use_cache=True, logits_to_keep=1)
+    out.cache.batch_repeat_interleave(copies)  # each prompt is computed once
+    logits, mask, position = (
+        x[:, -1:].repeat_interleave(copies, 0) if x is not mask else x.repeat_interleave(copies, 0)
+        for x in (out.logits, mask, position)
+    )
+    tokens = torch.full((size, max_new_tokens), eos_ids[0], device=device)
+    logps, entropies = torch.zeros(2, size, max_new_tokens, device=device)
+    stop, alive = torch.tensor(eos_ids, device=device), torch.arange(size, device=device)
+    ended = torch.zeros(size, dtype=torch.bool, device=device)
+    for t in range(max_new_tokens):
+        every = (logits[:, -1].float() / (temperature or 1.0)).log_softmax(-1)  # (alive, V)
+        token = (
+            every.argmax(-1, True)
+            if temperature == 0
+            else torch.multinomial(every.exp(), 1, generator=generator)
+        )
+        tokens[alive, t] = token[:, 0]
+        logps[alive, t] = every.gather(1, token)[:, 0]
+        entropies[alive, t] = -(every.exp() * every).nan_to_num(0.0).sum(-1)
+        ended = ended | torch.isin(token[:, 0], stop)
+        if ended.all() or t + 1 == max_new_tokens:
+            break
+        if ended.float().mean() > 0.25:  # let those go that have ended
+            keep = (~ended).nonzero()[:, 0]
+            out.cache.batch_select_indices(keep)
+            alive, token, mask, position, ended = (x[keep] for x in (alive, token, mask, position, ended))
+        mask, position = F.pad(mask, (0, 1), value=True), position + 1
+        out = model(token, attention_mask=mask.long(), position_ids=position, cache=out.cache, use_cache=True)
+        logits = out.logits
+    return tokens, logps, entropies
+
+
+def prompt_indices(first: int, count: int, size: int, seed: int) -> list[int]:
+    """Entries first, first + 1, ... of an endless sequence that visits `size` rows once an epoch, in new order."""
+    wanted, order = range(first, first + count), {}
+    for epoch in {i // size for i in wanted}:
+        order[epoch] = np.random.default_rng([seed, epoch]).permutation(size)
+    return [int(order[i // size][i % size]) for i in wanted]
+
+
+def respond(sampler, tokenizer, rows, copies, temperature, eos_ids, functions, generator, args):
+    """Responses to `rows` and their rewards: a dict of (B, ...) tensors; the completions as texts."""
+    tokens, logps, entropies = generate(
+        sampler, [row["ids"] for row in rows], copies, args.max_new_tokens, temperature, eos_ids, generator
+    )
+    mask = response_mask(tokens, eos_ids)
+    stop = mask & torch.isin(tokens, torch.tensor(eos_ids, device=tokens.device))
+    shown = [ids[keep].tolist() for ids, keep in zip(tokens, mask & ~stop)]
+    texts = tokenizer.batch_decode(shown, skip_special_tokens=True)
+    repeated = [row for row in rows for _ in range(copies)]
+    rewards = score_texts(functions, [row["prompt"] for row in repeated], texts, repeated).to(tokens.device)
+    out = {"tokens": tokens, "mask": mask, "sampled": logps.masked_fill(~mask, 0.0), "rewards": rewards}
+    return out | {"entropies": entropies, "finished": stop.any(1)}, texts
+
+
+def rollout(sampler, tokenizer, rows, drawn, eos_ids, functions, generator, args):
+    """A batch of groups to learn from, as `respond` makes it; metrics of all that was sampled; rows drawn so far.
+
+    Dynamic sampling (DAPO, eq. 11): rounds go on until there are enough groups that are not flat.
+    """
+    batch, prompts, seen = None, [], []
+    for _ in range(args.sampling_rounds):
+        chosen = [rows[i] for i in prompt_indices(drawn, args.num_prompts, len(rows), args.seed)]
+        drawn += args.num_prompts
+        new, texts = respond(
+            sampler, tokenizer, chosen, args.group_size, args.temperature, eos_ids, functions, generator, args
+        )
+        length = new["mask"].sum(1)
+        flat = flat_groups(new["rewards"], args.group_size)
+        seen.append({
+            "charts/reward": new["rewards"].nanmean().item(),
+            "charts/flat_groups": flat.float().mean().item(),
+            "charts/response_length": length.float().mean().item(),
+            "charts/eos_share": new["finished"].float().mean().item(),
+            "charts/unscored": new["rewards"].isnan().float().mean().item(),
+            "losses/entropy": masked_mean(new["entropies"], new["mask"]).item(),
+            "tokens": length.sum().item(),
+        })  # fmt: skip
+        if args.overlong_buffer:
+            buffer = args.overlong_buffer * args.max_new_tokens
+            new["rewards"] += overlong_penalty(length, args.max_new_tokens, buffer)
+        keep = ~flat if args.sampling_rounds > 1 else torch.ones_like(flat)  # whole groups only
+        prompts += [row["ids"] for row, kept in zip(chosen, keep.tolist()) if kept]
+        samples = keep.repeat_interleave(args.group_size)
+        new = {name: value[samples] for name, value in new.items()}
+        batch = new if batch is None else {name: torch.cat([batch[name], new[name]]) for name in new}
+        if len(prompts) >= args.num_prompts:
+            break
+    count = min(len(prompts), args.num_prompts)
+    width = max([1, *batch["mask"].sum(1).tolist()])
+    batch = {name: value[: count * args.group_size] for name, value in batch.items()}
+    batch |= {name: batch[name][:, :width] for name in ("tokens", "mask", "sampled", "entropies")}
+    metrics = {name: float(np.mean([m[name] for m in seen])) for name in seen[0]}
+    metrics |= {"tokens": sum(m["tokens"] for m in seen), "charts/rounds": len(seen)}
+    return batch | {"prompts": prompts[:count]}, metrics, drawn
+
+
+def evaluate(sampler, tokenizer, rows, eos_ids, functions, args, device):
+    """Held-out prompts, the same random numbers each time: greedy accuracy, pass@1 and pass@k of samples.
+
+    A completion passes with a reward of 1 or more. Returns metrics, and a record of each greedy completion.
+    """
+    generator = torch.Generator(device).manual_seed(int(streams(args.seed)[3].generate_state(1)[0]))
+    records, passed, size = [], [], args.num_prompts * args.group_size
+    for first in range(0, len(rows), size):
+        part = rows[first : first + size]
+        batch, texts = respond(sampler, tokenizer, part, 1, 0.0, eos_ids, functions, generator, args)
+        records += [
+            {
+                "prompt": row["prompt"],
+                "answer": row["answer"],
+                "completion": text,
+                "reward": reward,
+                "ended": ended,
+            }
+            for row, text, reward, ended in zip(
+                part, texts, batch["rewards"].tolist(), batch["finished"].tolist()
+            )
+        ]
+    metrics = {"eval/greedy": float(np.mean([record["reward"] >= 1.0 for record in records]))}
+    k = args.eval_samples
+    for first in range(0, len(rows) if k else 0, max(1, size // max(k, 1))):
+        part = rows[first : first + max(1, size // k)]
+        batch, _ = respond(sampler, tokenizer, part, k, args.temperature, eos_ids, functions, generator, args)
+        passed.append((batch["rewards"] >= 1.0).view(-1, k))
+    if k:
+        passed = torch.cat(passed)
+        metrics |= {"eval/pass@1": passed.float().mean().item()}
+        metrics |= {f"eval/pass@{k}": passed.any(1).float().mean().item()} if k > 1 else {}
+    return metrics, records
+
+
+# ---- 6. Update ---------------------------------------------------------------------------------------------
+
+
+def score(model, batch, rows, args):
+    """Log-probabilities of the responses in one micro-batch of `pack`, in its order. (n, L), 0 outside the mask.
+
+    A row is the prompt and then, one after another, the responses, each at the positions after the prompt and
+    seeing the prompt and itself only [D2]. A token's logits are at the token before it.
+    """
+    tokens, device = batch["tokens"], batch["tokens"].device
+    mask = batch["mask"][[i for row in rows for i in row]]
+    group = len(tokens) // len(batch["prompts"])
+    ids, positions, owners, places = [], [], [], []
+    for row in rows:
+        prompt = batch["prompts"][row[0] // group]
+        ids.append(list(prompt))
+        positions.append(list(range(len(prompt))))
+        owners.append([0] * len(prompt))
+        for owner, i in enumerate(row, 1):
+            response = tokens[i][batch["mask"][i]].tolist()
+            read = [len(prompt) - 1, *range(len(ids[-1]), len(ids[-1]) + len(response) - 1)]
+            places += [(len(ids) - 1, column) for column in read]
+            ids[-1] += response[:-1]
+            positions[-1] += range(len(prompt), len(prompt) + len(response) - 1)
+            owners[-1] += [owner] * (len(response) - 1)
+    width = max(map(len, ids))
+    ids, owners = (
+        torch.tensor([x + [0] * (width - len(x)) for x in y], device=device) for y in (ids, owners)
+    )
+    positions = torch.tensor([x + list(range(len(x), width)) for x in positions], device=device)
+    sees = None  # one response a row, padded on the right: the causal mask of the model is enough
+    if any(len(row) > 1 for row in rows):
+        causal = torch.ones(width, width, dtype=torch.bool, device=device).tril()
+        sees = causal & ((owners[:, None] == 0) | (owners[:, None] == owners[..., None]))
+        sees = sees[:, None]  # (rows, 1, width, width)
+    row, column = torch.tensor(places, device=device).T
+    columns, where = column.unique(return_inverse=True)
+    with torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bfloat16"):
+        out = model(ids, attention_mask=sees, position_ids=positions, use_cache=False, logits_to_keep=columns)
+    logits = out.logits[row, where]  # (tokens, V): response tokens only [D3]
+    logp = token_logps(
+        logits[None], batch["tokens"][[i for r in rows for i in r]][mask][None], args.temperature
+    )
+    return torch.zeros(mask.shape, device=device).masked_scatter(mask, logp[0])
+
+
+def cut(batch, samples, args):
+    """`pack` for the samples of a batch."""
+    lengths = batch["mask"].sum(1).tolist()
+    prompts = [len(prompt) for prompt in batch["prompts"]]
+    return pack(prompts, lengths, samples, args.group_size, args.row_tokens, args.batch_tokens)
+
+
+@contextlib.contextmanager
+def adapter_off(model):
+    """The starting policy of a model with adapters: the same weights without them."""
+    with model.disable_adapter():
+        yield model
+
+
+@torch.no_grad()
+def score_all(model, batch, samples, args):
+    """`score` of the samples, the others 0. (B, L)."""
+    logps = torch.zeros_like(batch["sampled"])
+    for rows in cut(batch, samples, args):
+        logps[[i for row in rows for i in row]] = score(model, batch, rows, args)
+    return logps
+
+
+def update(model, reference, optimizer, batch, generator, args):
+    """Score what the losses need, then epochs of optimiser steps on one batch. Returns the losses' metrics."""
+    every = list(range(len(batch["tokens"])))
+    rewards = batch["rewards"]
+    if args.kl_coef:
+        with reference() as frozen:
+            batch["ref_logps"] = score_all(frozen, batch, every, args)
+    if args.kl_form == "reward" and args.kl_coef:
+        batch["old_logps"] = score_all(model, batch, every, args)
+        k1 = approx_kl(batch["old_logps"], batch["ref_logps"], "k1")
+        rewards = rewards - args.kl_coef * k1.sum(1)  # masked slots are 0
+    advantages = group_advantages(rewards, args.group_size, args.advantage)
+    kl_in_loss = args.kl_coef > 0 and args.kl_form != "reward"
+    needed = torch.ones_like(advantages, dtype=torch.bool) if kl_in_loss else advantages != 0  # [D5]
+    if args.num_updates > 1 and "old_logps" not in batch:
+        batch["old_logps"] = score_all(model, batch, needed.nonzero()[:, 0].tolist(), args)
+
+    totals, norms = dict.fromkeys(("policy_loss", "kl_loss"), 0.0), []
+    sums = dict.fromkeys(("tokens", "responses", "approx_kl", "clipfrac", "mismatch", "ref_kl"), 0.0)
+    epochs = (
+        minibatches(len(batch["prompts"]), args.num_minibatches, generator) for _ in range(args.update_epochs)
+    )
+    for groups in itertools.chain.from_iterable(epochs):
+        samples = (
+            groups[:, None] * args.group_size + torch.arange(args.group_size, device=groups.device)
+        ).flatten()
+        counts = (
+            batch["mask"][samples].sum(),
+            len(samples),
+            args.max_new_tokens,
+        )  # of this optimiser step [D4]
+        optimizer.zero_grad()
+        samples = samples[needed[samples]].sort().values.tolist()
+        for rows in cut(batch, samples, args):
+            chosen = [i for row in rows for i in row]
+            mask, adv = batch["mask"][chosen], advantages[chosen]
+            logp = score(model, batch, rows, args)  # (n, L)
+            old = batch["old_logps"][chosen] if "old_logps" in batch else logp.detach()
+            weight = torch.exp(old - batch["sampled"][chosen]).clamp(max=args.importance_cap)
+            loss = weight * surrogate(
+                args.surrogate, logp, old, adv, mask, args.clip_low, args.clip_high, args.cispo_max
+            )
+            loss = pg_loss = aggregate(loss, mask, args.aggregation, *counts)
+            if kl_in_loss:
+                ref = batch["ref_logps"][chosen]
+                pull = aggregate(kl_loss(args.kl_form, logp, old, ref), mask, args.aggregation, *counts)
+                loss = pg_loss + args.kl_coef * pull
+                totals["kl_loss"] += pull.item()
+            loss.backward()
+            totals["policy_loss"] += pg_loss.item()
+            new = (sequence_logps(logp, old, mask) if args.surrogate == "gspo" else logp).detach()[mask]
+            wide = adv[:, None].expand_as(logp)[mask]
+            clips = clip_fraction(new, old[mask], wide, args.clip_low, args.clip_high)
+            sums["tokens"] += len(new)
+            sums["responses"] += len(chosen)
+            if "ref_logps" in batch:
+                sums["ref_kl"] += approx_kl(logp.detach(), batch["ref_logps"][chosen], "k1").sum().item()
+            sums["clipfrac"] += clips.item() * len(new) if args.surrogate in ("clip", "gspo") else 0.0
+            sums["approx_kl"] += approx_kl(old, logp.detach(), "k3")[mask].sum().item()
+            sums["mismatch"] += (old - batch["sampled"][chosen])[mask].abs().sum().item()
+        if samples:  # Here the gradient of the step is complete: the one place to sum it over processes.
+            norms.append(nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm).item())
+            if not math.isfinite(norms[-1]):
+                raise FloatingPointError("the gradient is not finite")
+            optimizer.step()
+    metrics = {f"losses/{name}": value / args.num_updates for name, value in totals.items()}
+    for name in ("approx_kl", "clipfrac", "mismatch"):
+        metrics[f"losses/{name}"] = sums[name] / max(sums["tokens"], 1)
+    metrics["losses/grad_norm"] = float(np.mean(norms)) if norms else 0.0
+    metrics["losses/ref_kl"] = sums["ref_kl"] / max(sums["responses"], 1)  # nats a response
+    return metrics
+
+
+# ---- 7. Runs: folder, checkpoint, signals ------------------------------------------------------------------
+
+
+def save_checkpoint(path: Path, state: dict) -> None:
+    """Write beside, then rename: a half-written file never replaces a good one."""
+    with open(path.with_suffix(".tmp"), "wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(path.with_suffix(".tmp"), path)
+
+
+def load_checkpoint(path: Path) -> dict:
+    if not path.is_file():
+        raise UsageError(f"there is no checkpoint {path}")
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        assert state["script"] == SCRIPT
+    except Exception as error:
+        raise UsageError(f"{path} is not a whole checkpoint of {SCRIPT}.py") from error
+    return state
+
+
+def resumed_args(args: Args, saved: dict) -> Args:
+    """The flags of the interrupted run; another value given now is an error."""
+    free, default = ("resume", "run_name", "device", "compile", "track", "wandb_project_name"), Args()
+    kept = {name: value for name, value in saved.items() if name not in free}
+    for name, value in kept.items():
+        if getattr(args, name) not in (getattr(default, name), value):
+            flag = f"--{name.replace('_', '-')} {getattr(args, name)}"
+            raise UsageError(f"{flag} differs from the {value} of the run that --resume continues")
+    return dataclasses.replace(args, **kept)
+
+
+@contextlib.contextmanager
+def stop_signals():
+    """Ctrl-C and kill ask for an end after the current iteration; a second one ends at once."""
+    received = []
+
+    def handle(signum, frame):
+        received.append(signum)
+        signal.signal(signum, before[signum])
+
+    before = {signum: signal.signal(signum, handle) for signum in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield received
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
+def open_run(args: Args, device: torch.device) -> Path:
+    """A new folder runs/<name> with config.json; an existing one is never touched."""
+    default = f"{args.task_name}__{SCRIPT}__{args.seed}__{time.time_ns() // 10**6}"
+    folder = Path("runs") / (args.run_name or default)
+    packages = ("torch", "numpy", "gymnasium", "mujoco", "transformers")
+    versions = {name: getattr(sys.modules.get(name), "__version__", None) for name in packages}
+    config = {
+        "args": dataclasses.asdict(args),
+        "versions": {"python": platform.python_version(), **versions},
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or "cpu",
+        "sha256": hashlib.sha256(Path(__file__).read_bytes()).hexdigest(),
+    }
+    try:
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text(json.dumps(config, indent=1, default=str) + "\n")
+    except FileExistsError:
+        raise UsageError(f"{folder} exists: choose another --run-name, or --resume {folder}") from None
+    except OSError as error:
+        raise UsageError(f"cannot write {folder}: {error.strerror}") from error
+    return folder
+
+
+def write_metrics(path: Path, step: int, metrics: dict) -> None:
+    """One line of JSON; NaN becomes null."""
+    finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+    with open(path, "a") as file:
+        file.write(json.dumps({"step": step, **finite}) + "\n")
+
+
+# ---- 8. Main -----------------------------------------------------------------------------------------------
+
+
+def prepare_rows(rows, tokenizer, model, args) -> list[dict]:
+    """Add the prompts' token ids; every prompt must fit the model, with room for the response."""
+    size = model.get_input_embeddings().num_embeddings
+    longest = getattr(model.config, "max_position_embeddings", None) or math.inf
+    for number, row in enumerate(rows, 1):
+        row["ids"] = encode(tokenizer, row["prompt"], args.chat_template)
+        if not row["ids"]:
+            raise UsageError(f"prompt {number} has no tokens: {row['prompt']!r}")
+        if max(row["ids"]) >= size:
+            raise UsageError(f"the tokenizer gives id {max(row['ids'])}, the model has {size} tokens")
+        if len(row["ids"]) + args.max_new_tokens > longest:
+            raise UsageError(
+                f"prompt {number} has {len(row['ids'])} tokens: with --max-new-tokens {args.max_new_tokens} "
+                f"that is beyond the model's {longest}"
+            )
+    return rows
+
+
+def load_task(args: Args, prompt_stream):
+    """Training rows and held-out rows, none in both."""
+    rng = np.random.default_rng(prompt_stream)
+    wanted = args.total_steps * args.num_prompts * args.sampling_rounds + args.num_eval
+    if args.dataset is None:
+        rows = sort_rows(min(max(wanted, 25_000), 10**6), rng)
+    else:
+        rows = load_rows(args.dataset, wanted, args.seed)
+    if args.eval_dataset is not None:
+        held_out = load_rows(args.eval_dataset, args.num_eval, args.seed + 1)[: args.num_eval]
+    else:
+        rows, held_out = rows[: -args.num_eval], rows[-args.num_eval :]
+    seen = {str(row["prompt"]) for row in held_out}
+    rows = [row for row in rows if str(row["prompt"]) not in seen]
+    if len(rows) < args.num_prompts:
+        raise UsageError(
+            f"--dataset {args.dataset} leaves {len(rows)} prompts to train on beside {len(held_out)} held out: "
+            f"fewer than --num-prompts {args.num_prompts}"
+        )
+    return rows, held_out
+
+
+def self_check(model, reference, batch, metrics, args) -> None:
+    """What must hold before the first update, in any changed copy too. [D11]"""
+    first = list(range(args.group_size))
+    scored = score_all(model, batch, first, args)[first]
+    error = (scored - batch["sampled"][first])[batch["mask"][first]].abs()
+    if args.dtype == "float32" and error.max() > 1e-3 or error.mean() > 0.1:
+        raise UsageError(
+            f"self-check: log-probabilities as sampled and as scored differ by up to {error.max():.2g} (temperature, "
+            "positions, masks?); if the model cannot take a mask of its own try --row-tokens 0"
+        )
+    if args.kl_coef:
+        with reference() as frozen:
+            distance = (score_all(frozen, batch, first, args)[first] - scored).abs().max()
+        if distance > 1e-4:
+            raise UsageError(f"self-check: before the first update the reference differs by {distance:.2g}")
+    if metrics["charts/eos_share"] == 0:
+        print(
+            "self-check: no response ended by a stop token: is --max-new-tokens large enough, is a --stop needed?"
+        )
+    if metrics["charts/flat_groups"] == 1:
+        print(f"self-check: all rewards of each group are equal (mean {metrics['charts/reward']:.2f})")
+
+
+def main(args: Args) -> dict:
+    """Train as `args` say; returns the final metrics."""
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device cuda: there is no CUDA device")
+    device = torch.device("cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu")
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    state = None
+    if args.resume is not None:
+        state = load_checkpoint(args.resume / "checkpoint.pt")
+        args = resumed_args(args, state["args"])
+        if state["step"] == args.total_steps:
+            raise UsageError(f"--resume {args.resume}: this run is finished, at step {state['step']:,}")
+
+    prompt_stream, token_stream, shuffle_stream, _ = streams(args.seed)  # [D10]
+    generator, shuffle = (
+        torch.Generator(device).manual_seed(int(stream.generate_state(1)[0]))
+        for stream in (token_stream, shuffle_stream)
+    )
+    torch.manual_seed(args.seed)  # initial weights
+    functions = load_rewards(args.reward)
+    rows, held_out = load_task(args, prompt_stream)
+    if args.model is None:
+        tokenizer = digit_tokenizer()
+        model = tiny_model(tokenizer).to(device)
+    else:
+        tokenizer, model = load_model(args.model)
+        model = model.to(device)
+    eos_ids = stop_ids(tokenizer, model, args.stop)
+    rows, held_out = (prepare_rows(part, tokenizer, model, args) for part in (rows, held_out))
+    if args.model is None and (state is None or args.kl_coef):
+        supervised_start(model, tokenizer, rows, np.random.default_rng(prompt_stream.spawn(1)[0]))
+    if args.lora_rank:
+        model = add_lora(model, args.lora_rank)
+    reference = None  # a context that gives the frozen starting policy
+    if args.kl_coef and args.lora_rank:
+        reference = lambda: adapter_off(model)
+    elif args.kl_coef:
+        frozen = copy.deepcopy(model).requires_grad_(False)
+        reference = lambda: contextlib.nullcontext(frozen)
+    if args.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.enable_input_require_grads()
+    model.train(args.gradient_checkpointing)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    optimizer = torch.optim.AdamW(
+        trained.values(), lr=args.learning_rate, betas=(0.9, 0.99), weight_decay=0.0, fused=True
+    )
+    sampler = model if args.dtype == "float32" else copy.deepcopy(model).requires_grad_(False).bfloat16()
+    first, drawn, flat_steps, metrics, run = 0, 0, 0, {}, None
+
+    if state is None:
+        folder = open_run(args, device)
+    else:
+        folder, first, drawn = args.resume, state["step"], state["drawn"]
+        if {n: p.shape for n, p in state["model"].items()} != {n: p.shape for n, p in trained.items()}:
+            raise UsageError("the checkpoint does not fit: the model has other parameters")
+        with torch.no_grad():
+            for name, parameter in trained.items():
+                parameter.copy_(state["model"][name])
+        optimizer.load_state_dict(state["optimizer"])
+        generator.set_state(state["tokens"])
+        shuffle.set_state(state["shuffle"])
+        for name in ("metrics.jsonl", "completions.jsonl"):
+            lines = (folder / name).read_text().splitlines(keepends=True)
+            (folder / name).write_text("".join(x for x in lines if json.loads(x)["step"] <= first))
+    if args.track:
+        import wandb
+
+        run = wandb.init(
+            project=args.wandb_project_name,
+            name=folder.name,
+            id=folder.name,
+            resume="allow",
+            config=vars(args),
+        )
+    if args.preset:
+        print(f"--preset {args.preset} sets: {PRESETS[args.preset]}")
+    count = sum(p.numel() for p in trained.values())
+    print(f"{args.task_name} on {device}, {count:,} trained parameters, writing {folder}")
+
+    def look(step: int) -> dict:
+        """Evaluate, keep the completions, show some."""
+        found, records = evaluate(sampler, tokenizer, held_out, eos_ids, functions, args, device)
+        with open(folder / "completions.jsonl", "a") as file:
+            file.writelines(json.dumps({"step": step, **record}) + "\n" for record in records)
+        tqdm.write(f"step {step}: " + ", ".join(f"{name} {value:.3f}" for name, value in found.items()))
+        for record in records[:3]:
+            tqdm.write(f"    {record['prompt']!r} -> {record['completion']!r} (reward {record['reward']:g})")
+        return found
+
+    start, tokens = time.perf_counter(), 0
+    with stop_signals() as stopped, tqdm(total=args.total_steps, initial=first, unit=" steps") as bar:
+        if state is None:
+            metrics = look(0)
+            write_metrics(folder / "metrics.jsonl", 0, metrics)
+        for step in range(first + 1, args.total_steps + 1):
+            lr = args.learning_rate * min(1.0, step / max(args.warmup_steps, 1))
+            lr *= linear_schedule(step - 1, args.total_steps) if args.anneal_lr else 1.0
+            optimizer.param_groups[0]["lr"] = lr
+            try:
+                begun = time.perf_counter()
+                if sampler is not model:
+                    for copied, parameter in zip(sampler.parameters(), model.parameters()):
+                        copied.data.copy_(parameter.data)
+                batch, charts, drawn = rollout(
+                    sampler, tokenizer, rows, drawn, eos_ids, functions, generator, args
+                )
+                if step == 1 and args.self_checks and batch["prompts"]:
+                    self_check(model, reference, batch, charts, args)
+                sampled = time.perf_counter()
+                losses = update(model, reference, optimizer, batch, shuffle, args)
+            except (FloatingPointError, UsageError) as error:
+                good = folder / "checkpoint.pt"
+                kept = f"{good}, step {load_checkpoint(good)['step']:,}" if good.exists() else "none yet"
+                raise type(error)(
+                    f"stopped at step {step:,}: {error}; last good checkpoint: {kept}"
+                ) from error
+
+            ended = time.perf_counter()
+            tokens += charts.pop("tokens")
+            metrics = losses | charts | {"charts/learning_rate": lr, "charts/prompts": drawn}
+            metrics |= {"charts/TPS": tokens / (ended - start), "time/rollout": sampled - begun}
+            metrics["time/update"] = ended - sampled
+            flat_steps = flat_steps + 1 if charts["charts/flat_groups"] == 1 else 0
+            if flat_steps == 10:
+                tqdm.write("all rewards of each group were equal for 10 steps: nothing is learnt from them; "
+                           "try easier prompts, a larger --group-size or --temperature")  # fmt: skip
+            final = step == args.total_steps
+            if final or args.eval_every and step % args.eval_every == 0:
+                metrics |= look(step)
+            write_metrics(folder / "metrics.jsonl", step, metrics)
+            if run:
+                run.log(metrics, step=step)
+            bar.set_postfix(
+                {"reward": f"{metrics['charts/reward']:.3f}", "tok/s": f"{metrics['charts/TPS']:.0f}"},
+                refresh=False,
+            )
+            bar.update()
+            if final or stopped or step % args.save_every == 0:
+                state = {"script": SCRIPT, "args": json.loads(json.dumps(vars(args), default=str))}
+                state |= {"step": step, "drawn": drawn, "tokens": generator.get_state()}
+                state |= {"shuffle": shuffle.get_state(), "optimizer": optimizer.state_dict()}
+                save_checkpoint(folder / "checkpoint.pt", state | {"model": trained})
+            if stopped and not final:
+                bar.close()
+                print(f"stopped at step {step:,}; continue with: python {SCRIPT}.py --resume {folder}")
+                raise SystemExit(128 + stopped[0])
+    if run:
+        run.finish()
+    model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    before = next(line for line in lines if line["step"] == 0)
+    for name in (name for name in metrics if name.startswith("eval/")):
+        print(f"{name}: {before[name]:.3f} before, {metrics[name]:.3f} after")
+    print(f"the model is in {folder / 'model'}")
+    return metrics | {"step": args.total_steps, "folder": str(folder)}
+
+
+if __name__ == "__main__":
+    try:
+        main(parse_args())
+    except (UsageError, FloatingPointError, OSError) as error:
+        sys.exit(f"{SCRIPT}.py: {error}")
