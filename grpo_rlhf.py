@@ -7,7 +7,7 @@
 The whole algorithm from top to bottom: mathematics, model, task and reward, sampling, update, training loop.
 Nothing is imported from the other scripts; `pytest --script my_copy.py` verifies a changed copy.
 
-    python grpo_rlhf.py                                               # a tiny model learns to sort, one minute
+    python grpo_rlhf.py                                         # a tiny model learns to sort, in a minute
     python grpo_rlhf.py --model MODEL --dataset train.jsonl --reward number --preset dapo --dtype bfloat16
 
 Papers: GRPO (DeepSeekMath, Shao et al. 2024, arXiv 2402.03300, eq. 3 and 4), PPO (Schulman et al. 2017, arXiv
@@ -27,7 +27,7 @@ Differs from TRL's GRPOTrainer and from the papers in:
       has advantage 0 is not computed, unless a KL term needs it.
  [D6] A KL term in the loss is weighted by the ratio: its gradient is that of KL(policy || reference), which
       the k3 of the GRPO paper is not (--kl-form k3).
- [D7] Masks come from stop ids and lengths, never from the pad id; every stop id of tokenizer and model counts;
+ [D7] Masks come from stop ids and lengths, never from a pad id; every stop id of tokenizer and model counts;
       the stop token is trained on, and none is forced onto an unfinished response.
  [D8] Defaults are clip-higher (0.2, 0.28), token-level loss and no KL; --preset sets what the papers had.
  [D9] An unscorable completion (None or NaN) is left out of its group's statistics and has advantage 0.
@@ -35,6 +35,7 @@ Differs from TRL's GRPOTrainer and from the papers in:
 [D11] The first batch is checked: scored equal to sampled log-probabilities, KL to the reference exactly 0.
 """
 
+import collections
 import contextlib
 import copy
 import dataclasses
@@ -184,9 +185,8 @@ class Args:
             if not holds:
                 raise UsageError(f"--{name.replace('_', '-')} {value} {rule}")
         if self.num_prompts % self.num_minibatches:
-            raise UsageError(
-                f"--num-prompts {self.num_prompts} do not divide into --num-minibatches {self.num_minibatches}"
-            )
+            parts = f"--num-minibatches {self.num_minibatches}"
+            raise UsageError(f"--num-prompts {self.num_prompts} do not divide into {parts}")
         if self.model is None and self.dataset is not None:
             raise UsageError(f"--dataset {self.dataset} needs --model: the built-in model knows digits only")
         if self.model is not None and self.dataset is None:
@@ -209,8 +209,14 @@ class Args:
 
 # What the built-in task needs; --preset and the command line go over it.
 BUILT_IN = dict(
-    total_steps=200, num_prompts=32, max_new_tokens=8, num_minibatches=4, learning_rate=1e-4, warmup_steps=10,
-    anneal_lr=True, eval_every=40,
+    total_steps=200,
+    num_prompts=32,
+    max_new_tokens=8,
+    num_minibatches=4,
+    learning_rate=1e-4,
+    warmup_steps=10,
+    anneal_lr=True,
+    eval_every=40,
 )
 PRESETS = {
     "grpo": dict(clip_high=0.2, aggregation="sequence", kl_coef=0.04, kl_form="k3"),
@@ -252,7 +258,7 @@ def minibatches(n, num, generator):
 
 
 def token_logps(logits, tokens, temperature):
-    """Log-probability of each token under softmax(logits / temperature), in float32. (B, L, V), (B, L) -> (B, L)."""
+    """Log-probability of each token, softmax(logits / temperature), float32. (B, L, V), (B, L) -> (B, L)."""
     logits = logits.float() / temperature
     return -F.cross_entropy(logits.flatten(0, 1), tokens.flatten(), reduction="none").view_as(tokens)
 
@@ -264,13 +270,13 @@ def response_mask(tokens, eos_ids):
 
 
 def masked_mean(x, mask, denom=None):
-    """Sum of x where `mask` is True, over `denom` (default: their number); 0 if there are none. M -> scalar."""
+    """Sum of x where `mask` is True over `denom` (default: their number); 0 if none is. M -> scalar."""
     denom = mask.sum() if denom is None else torch.as_tensor(denom)
     return x.masked_fill(~mask, 0.0).sum() / denom.clamp(min=1)
 
 
 def flat_groups(rewards, group_size):
-    """True for a group without two different rewards, up to rounding; NaN does not count. (B,) -> (B / G,). [D5]"""
+    """True for a group without two different rewards (up to rounding, NaN aside). (B,) -> (B / G,). [D5]"""
     groups = rewards.view(-1, group_size)
     high = groups.nan_to_num(nan=-math.inf, neginf=-math.inf).amax(1)
     low = groups.nan_to_num(nan=math.inf, posinf=math.inf).amin(1)
@@ -280,8 +286,8 @@ def flat_groups(rewards, group_size):
 def group_advantages(rewards, group_size, kind):
     """Advantage of each response within its group of `group_size` neighbours. (B,) -> (B,).
 
-    drgrpo: reward - mean of the group (Liu et al. 2025). grpo: that over the deviation of the sample + 1e-4 (Shao
-    et al. 2024, section 4.1.2). rloo: reward - mean of the others (Ahmadian et al. 2024, eq. 4). Exactly 0 in a
+    drgrpo: reward - mean of the group (Liu et al. 2025). grpo: that over the sample deviation + 1e-4 (Shao et
+    al. 2024, section 4.1.2). rloo: reward - mean of the others (Ahmadian et al. 2024, eq. 4). Exactly 0 in a
     flat group and for a reward of NaN, which is left out of the statistics [D9].
     """
     groups = rewards.view(-1, group_size)
@@ -309,10 +315,10 @@ def policy_loss(logp, old_logp, adv, clip_low, clip_high):
 
 
 def sequence_logps(logp, old_logp, mask):
-    """`logp` moved so that each token's ratio to `old_logp` is its sequence's geometric mean. (B, L) -> (B, L).
+    """`logp` moved so that each token's ratio to `old_logp` is its sequence's geometric mean. -> (B, L).
 
-    The gradient stays that of each token (GSPO-token, Zheng et al. 2025, eq. 14), so that `policy_loss` of it is
-    GSPO's objective.
+    The gradient stays that of each token (GSPO-token, Zheng et al. 2025, eq. 14), so that `policy_loss` of it
+    is GSPO's objective.
     """
     log_ratio = (logp - old_logp).detach().masked_fill(~mask, 0.0)
     mean = log_ratio.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
@@ -322,8 +328,8 @@ def sequence_logps(logp, old_logp, mask):
 def surrogate(kind, logp, old_logp, adv, mask, clip_low, clip_high, cispo_max):
     """Loss of each token, to be minimised; adv is (B,), all else (B, L) -> (B, L).
 
-    clip: `policy_loss`. gspo: the same on the sequence's ratio. cispo: -min(ratio, cispo_max) A log pi, the weight
-    without gradient (MiniMax-M1, eq. 4). reinforce: -A log pi.
+    clip: `policy_loss`. gspo: the same on the sequence's ratio. cispo: -min(ratio, cispo_max) A log pi, the
+    weight without gradient (MiniMax-M1, eq. 4). reinforce: -A log pi.
     """
     adv = adv[:, None].expand_as(logp)
     if kind in ("clip", "gspo"):
@@ -345,8 +351,8 @@ def approx_kl(logp, ref_logp, kind):
 def kl_loss(kind, logp, old_logp, ref_logp):
     """Loss of each token whose gradient pulls to the reference, the samples being of `old_logp`. M -> M.
 
-    k3_unbiased: ratio x k3, the gradient of KL(policy || reference) (DeepSeek-V3.2, eq. 7). k3: on its own samples
-    the gradient of KL(reference || policy) (DeepSeekMath, eq. 4). [D6]
+    k3_unbiased: ratio x k3, the gradient of KL(policy || reference) (DeepSeek-V3.2, eq. 7). k3: on its own
+    samples the gradient of KL(reference || policy) (DeepSeekMath, eq. 4). [D6]
     """
     k3 = approx_kl(logp, ref_logp, "k3")
     return {"k3_unbiased": lambda: torch.exp(logp - old_logp) * k3, "k3": lambda: k3}[kind]()
@@ -362,8 +368,8 @@ def clip_fraction(logp, old_logp, adv, clip_low, clip_high):
 def aggregate(loss, mask, mode, num_tokens, num_sequences, max_length):
     """One number from token losses; the counts are those of the whole optimiser step [D4]. (B, L) -> scalar.
 
-    token: sum / num_tokens (DAPO, eq. 8). sequence: sum of the sequences' means / num_sequences (DeepSeekMath, eq.
-    3). constant: sum / (num_sequences x max_length) (Dr. GRPO).
+    token: sum / num_tokens (DAPO, eq. 12). sequence: sum of the sequences' means / num_sequences
+    (DeepSeekMath, eq. 3). constant: sum / (num_sequences x max_length) (Dr. GRPO).
     """
     if mode == "sequence":
         loss = loss / mask.sum(1, keepdim=True).clamp(min=1)
@@ -374,8 +380,8 @@ def aggregate(loss, mask, mode, num_tokens, num_sequences, max_length):
 def pack(prompt_lengths, lengths, samples, group_size, row_tokens, batch_tokens):
     """Micro-batches of rows of samples: [[[sample, ...] of one prompt, ...], ...]; each sample once. [D2]
 
-    A row holds its prompt once and as many responses to it as row_tokens allow (one at least); a micro-batch holds
-    rows of similar length, batch_tokens with their padding at most (one row at least).
+    A row holds its prompt once and as many responses to it as row_tokens allow (one at least); a micro-batch
+    holds rows of similar length, batch_tokens with their padding at most (one row at least).
     """
     rows = []  # (tokens, samples)
     for group, members in itertools.groupby(samples, lambda i: i // group_size):
@@ -422,20 +428,20 @@ def tiny_model(tokenizer):
 
 
 def supervised_start(model, tokenizer, rows, rng, steps=150, batch_size=128):
-    """Teach the tiny model by demonstrations of mixed skill: 30 % sorted, 35 % sorted downwards, 35 % copied."""
+    """Teach the tiny model from demonstrations of mixed skill: 30 % sorted, 35 % sorted down, 35 % copied."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
-    device = next(model.parameters()).device
     for step in tqdm(range(steps), desc="supervised start", unit=" steps"):
         texts = []
-        for row, skill in zip(rng.choice(rows, batch_size), rng.random(batch_size)):
-            digits, answer = row["prompt"][:-1], row["answer"]
-            texts.append(
-                row["prompt"] + (answer if skill < 0.3 else answer[::-1] if skill < 0.65 else digits)
-            )
-        ids = torch.tensor([[*tokenizer(t).input_ids, tokenizer.eos_token_id] for t in texts], device=device)
+        chosen, skills = (
+            rng.integers(len(rows), size=batch_size),
+            rng.choice(3, batch_size, p=[0.3, 0.35, 0.35]),
+        )
+        for i, skill in zip(chosen, skills):
+            prompt, answer = rows[i]["prompt"], rows[i]["answer"]
+            texts.append(prompt + (answer, answer[::-1], prompt[:-1])[skill] + tokenizer.eos_token)
+        ids = torch.tensor(tokenizer(texts).input_ids, device=model.device)
         logits = model(ids[:, :-1], use_cache=False).logits
-        prompt = len(rows[0]["prompt"])
-        loss = -token_logps(logits[:, prompt - 1 :], ids[:, prompt:], 1.0).mean()
+        loss = -token_logps(logits[:, len(prompt) - 1 :], ids[:, len(prompt) :], 1.0).mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.param_groups[0]["lr"] = 1e-3 * min((step + 1) / 20, 1.0 - 0.8 * step / steps)
@@ -472,9 +478,7 @@ def stop_ids(tokenizer, model, stop: str | None) -> list[int]:
         ids.update(extra)
     size = model.get_input_embeddings().num_embeddings
     if not ids or max(ids) >= size:
-        raise UsageError(
-            f"the stop ids {sorted(ids)} of the tokenizer are not among the model's {size} tokens"
-        )
+        raise UsageError(f"the stop ids {sorted(ids)} are none, or not among the model's {size} tokens")
     return sorted(ids)
 
 
@@ -486,6 +490,42 @@ def add_lora(model, rank: int):
         raise UsageError(f"--lora-rank {rank} needs: pip install peft") from error
     config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
     return peft.get_peft_model(model, config)
+
+
+@contextlib.contextmanager
+def adapter_off(model):
+    """The starting policy of a model with adapters: the same weights without them."""
+    with model.disable_adapter():
+        yield model
+
+
+def build(args: Args, rows, rng, device):
+    """Tokenizer, model to train, and a context that gives the frozen starting policy (None without a KL term)."""
+    if args.model is None:
+        tokenizer = digit_tokenizer()
+        model = tiny_model(tokenizer).to(device)
+        supervised_start(model, tokenizer, rows, rng)
+    else:
+        tokenizer, model = load_model(args.model)
+        model = model.to(device)
+    reference = None
+    if args.lora_rank:
+        model = add_lora(model, args.lora_rank)
+        reference = lambda: adapter_off(model)
+    elif args.kl_coef:
+        frozen = copy.deepcopy(model).requires_grad_(False)
+        reference = lambda: contextlib.nullcontext(frozen)
+    if args.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return tokenizer, model.eval(), reference if args.kl_coef else None
+
+
+def bfloat16_copy(model, sampler=None):
+    """A copy of the model with bfloat16 parameters (buffers stay as they are), or `sampler` brought up to date."""
+    sampler = copy.deepcopy(model).requires_grad_(False) if sampler is None else sampler
+    for copied, parameter in zip(sampler.parameters(), model.parameters()):
+        copied.data = parameter.detach().bfloat16()
+    return sampler
 
 
 # ---- 4. Task and reward ------------------------------------------------------------------------------------
@@ -511,29 +551,35 @@ def load_rows(source: str, count: int, seed: int) -> list[dict]:
         return [{"prompt": entry["question"], **entry} for entry in entries]
     rows = []
     try:
-        for number, line in enumerate(Path(source).read_text().splitlines(), 1):
+        lines = Path(source).read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read {source}: {error}") from error
+    for number, line in enumerate(lines, 1):
+        try:
             row = json.loads(line)
-            if not row["prompt"]:
-                raise UsageError(f"{source}, line {number}: the prompt is empty")
-            rows.append({"answer": row["answer"], **row})
-    except OSError as error:
-        raise UsageError(f"cannot read {source}: {error.strerror}") from error
-    except (json.JSONDecodeError, TypeError) as error:
-        raise UsageError(f"{source}, line {number}: not a JSON object: {error}") from error
-    except KeyError as error:
-        raise UsageError(f"{source}, line {number}: there is no field {error}") from error
+            rows.append(row | {"prompt": row["prompt"], "answer": row["answer"]})
+        except (json.JSONDecodeError, TypeError, KeyError) as error:
+            raise UsageError(f'{source}, line {number}: not {{"prompt": …, "answer": …}}') from error
+        if not row["prompt"] or not isinstance(row["prompt"], (str, list)):
+            raise UsageError(
+                f"{source}, line {number}: the prompt must be a text or chat messages, not empty"
+            )
     return rows
 
 
 def encode(tokenizer, prompt, chat_template: bool) -> list[int]:
     """Token ids of a text or of chat messages; an assistant's last message is left open, to be continued."""
     if isinstance(prompt, str) and not (chat_template and tokenizer.chat_template):
-        return tokenizer(prompt).input_ids
+        ids = tokenizer(prompt).input_ids
+        return ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] else ids  # some tokenizers close every text
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    go_on = messages[-1]["role"] == "assistant"
-    text = tokenizer.apply_chat_template(
-        messages, tokenize=False, continue_final_message=go_on, add_generation_prompt=not go_on
-    )
+    try:
+        left_open = messages[-1]["role"] == "assistant"
+        text = tokenizer.apply_chat_template(
+            messages, tokenize=False, continue_final_message=left_open, add_generation_prompt=not left_open
+        )
+    except Exception as error:  # templates raise what they like
+        raise UsageError(f"the chat template cannot take the prompt {messages!r}: {error}") from error
     return tokenizer(text, add_special_tokens=False).input_ids
 
 
@@ -542,56 +588,58 @@ def last_number(text: str) -> fractions.Fraction | None:
     text = str(text).replace("\u2212", "-").replace("$", "")
     marked = re.findall(r"####\s*(.+)|\\boxed\{([^{}]*)\}", text)
     text = max(marked[-1]) if marked else text
-    found = re.findall(r"(?<![0-9.)])-?(?:[0-9][0-9,]*)?\.?[0-9]+(?:/[0-9]+)?", text)
+    whole = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
+    found = re.findall(rf"(?<![0-9.)])-?(?:{whole}(?:\.[0-9]+|/[0-9]+)?|\.[0-9]+)", text)
     try:
         return fractions.Fraction(found[-1].replace(",", ""))
     except (IndexError, ValueError, ZeroDivisionError):
         return None
 
 
-def exact(prompts, completions, rows):
+def exact_match(prompts, completions, rows):
     """1 if the completion is the answer, spaces around it aside."""
     return [float(text.strip() == str(row["answer"]).strip()) for text, row in zip(completions, rows)]
 
 
-def number(prompts, completions, rows):
+def number_match(prompts, completions, rows):
     """1 if the last number of the completion is that of the answer; None if the answer has none."""
     answers = [last_number(row["answer"]) for row in rows]
     return [None if a is None else float(last_number(t) == a) for t, a in zip(completions, answers)]
 
 
-def format(prompts, completions, rows):
+def format_match(prompts, completions, rows):
     """1 if the completion is <think>...</think><answer>...</answer> and nothing else."""
-    form = re.compile(
-        r"\s*<think>((?!</?think>).)*</think>\s*<answer>((?!</?answer>).)*</answer>\s*", re.DOTALL
-    )
+    think, answer = (f"<{tag}>((?!</?{tag}>).)*</{tag}>" for tag in ("think", "answer"))
+    form = re.compile(rf"\s*{think}\s*{answer}\s*", re.DOTALL)
     return [float(form.fullmatch(text) is not None) for text in completions]
 
 
-def reasoning_gym(prompts, completions, rows):
+def verifier_score(prompts, completions, rows):
     """The score, 0 to 1, of reasoning-gym's own verifier for the row's data set."""
     from reasoning_gym import get_score_answer_fn
 
-    return [
-        get_score_answer_fn(row["metadata"]["source_dataset"])(text.strip(), row)
-        for text, row in zip(completions, rows)
-    ]
+    verifiers = [get_score_answer_fn(row["metadata"]["source_dataset"]) for row in rows]
+    return [verifier(text.strip(), row) for verifier, text, row in zip(verifiers, completions, rows)]
+
+
+REWARDS = {
+    "exact": exact_match, "number": number_match, "format": format_match, "reasoning_gym": verifier_score,
+}  # fmt: skip
 
 
 def load_rewards(names: str) -> dict:
     """The reward functions of --reward by name: (prompts, completions, rows) -> list of float or None."""
-    known = {function.__name__: function for function in (exact, number, format, reasoning_gym)}
     functions = {}
     for name in names.split("+"):
         path, _, attribute = name.rpartition(":")
-        if name not in known and not path:
-            raise UsageError(f"--reward {name} is none of {', '.join(known)} and not FILE.py:FUNCTION")
+        if name not in REWARDS and not path:
+            raise UsageError(f"--reward {name} is none of {', '.join(REWARDS)} and not FILE.py:FUNCTION")
         try:
             if path:
                 spec = importlib.util.spec_from_file_location(Path(path).stem, path)
                 module = importlib.util.module_from_spec(spec)
                 spec.loader.exec_module(module)
-            functions[name] = getattr(module, attribute) if path else known[name]
+            functions[name] = getattr(module, attribute) if path else REWARDS[name]
         except Exception as error:
             raise UsageError(f"--reward {name} cannot be loaded: {error}") from error
     return functions
@@ -612,8 +660,47 @@ def score_texts(functions: dict, prompts, completions, rows) -> torch.Tensor:
             raise UsageError(f"--reward {name} returned an infinite reward")
         total += rewards
     if total.isnan().all():
-        raise UsageError(f"--reward {names if (names := '+'.join(functions)) else ''} scored no completion")
+        raise UsageError(f"--reward {'+'.join(functions)} scored none of {len(completions)} completions")
     return total
+
+
+def encode_rows(rows, tokenizer, model, args) -> list[dict]:
+    """Add the prompts' token ids; every prompt must fit the model, with room for the response."""
+    size = model.get_input_embeddings().num_embeddings
+    longest = getattr(model.config, "max_position_embeddings", None) or math.inf
+    for number, row in enumerate(rows, 1):
+        row["ids"] = encode(tokenizer, row["prompt"], args.chat_template)
+        if not row["ids"]:
+            raise UsageError(f"prompt {number} has no tokens: {row['prompt']!r}")
+        if max(row["ids"]) >= size:
+            raise UsageError(f"the tokenizer gives id {max(row['ids'])}, the model has {size} tokens")
+        if len(row["ids"]) + args.max_new_tokens > longest:
+            raise UsageError(
+                f"prompt {number} has {len(row['ids'])} tokens: with --max-new-tokens {args.max_new_tokens} "
+                f"that is beyond the model's {longest}"
+            )
+    return rows
+
+
+def load_task(args: Args, rng):
+    """Training rows and held-out rows, no prompt in both."""
+    wanted = args.total_steps * args.num_prompts * args.sampling_rounds + args.num_eval
+    if args.dataset is None:
+        rows = sort_rows(min(max(wanted, 25_000), 10**6), rng)
+    else:
+        rows = load_rows(args.dataset, wanted, args.seed)
+    if args.eval_dataset is not None:
+        held_out = load_rows(args.eval_dataset, args.num_eval, args.seed + 1)[: args.num_eval]
+    else:
+        rows, held_out = rows[: -args.num_eval], rows[-args.num_eval :]
+    seen = {str(row["prompt"]) for row in held_out}
+    rows = [row for row in rows if str(row["prompt"]) not in seen]
+    if len(rows) < args.num_prompts or not held_out:
+        raise UsageError(
+            f"there are {len(held_out)} held-out prompts and {len(rows)} others to train on, "
+            f"fewer than --num-prompts {args.num_prompts}"
+        )
+    return rows, held_out
 
 
 # ---- 5. Rollout --------------------------------------------------------------------------------------------
@@ -623,8 +710,9 @@ def score_texts(functions: dict, prompts, completions, rows) -> torch.Tensor:
 def generate(model, prompts, copies, max_new_tokens, temperature, eos_ids, generator):
     """Sample `copies` responses to each prompt (temperature 0: the likeliest tokens). [D1] [D2]
 
-    Returns tokens (B, max_new_tokens), filled up after the stop token, their log-probabilities and the
-    entropies of the distributions that they were drawn from; B = prompts x copies, a prompt's copies side by side.
+    Returns tokens (B, max_new_tokens), arbitrary after the stop token, their log-probabilities and the
+    entropies of the distributions that they were drawn from; B = prompts x copies,
+    the copies of a prompt side by side.
     """
     device, size, width = generator.device, len(prompts) * copies, max(map(len, prompts))
     ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=device)  # left-padded
@@ -633,21 +721,19 @@ def generate(model, prompts, copies, max_new_tokens, temperature, eos_ids, gener
     position = (mask.cumsum(1) - 1).clamp(min=0)
     out = model(ids, attention_mask=mask.long(), position_ids=position, use_cache=True, logits_to_keep=1)
     out.cache.batch_repeat_interleave(copies)  # each prompt is computed once
-    logits, mask, position = (
-        x[:, -1:].repeat_interleave(copies, 0) if x is not mask else x.repeat_interleave(copies, 0)
-        for x in (out.logits, mask, position)
-    )
+    logits, mask, position = (x.repeat_interleave(copies, 0) for x in (out.logits, mask, position[:, -1:]))
     tokens = torch.full((size, max_new_tokens), eos_ids[0], device=device)
     logps, entropies = torch.zeros(2, size, max_new_tokens, device=device)
     stop, alive = torch.tensor(eos_ids, device=device), torch.arange(size, device=device)
     ended = torch.zeros(size, dtype=torch.bool, device=device)
     for t in range(max_new_tokens):
         every = (logits[:, -1].float() / (temperature or 1.0)).log_softmax(-1)  # (alive, V)
-        token = (
-            every.argmax(-1, True)
-            if temperature == 0
-            else torch.multinomial(every.exp(), 1, generator=generator)
-        )
+        if every.isnan().any():
+            raise FloatingPointError("the model's logits are not numbers")
+        if temperature == 0:
+            token = every.argmax(-1, keepdim=True)
+        else:
+            token = torch.multinomial(every.exp(), 1, generator=generator)
         tokens[alive, t] = token[:, 0]
         logps[alive, t] = every.gather(1, token)[:, 0]
         entropies[alive, t] = -(every.exp() * every).nan_to_num(0.0).sum(-1)
@@ -665,11 +751,11 @@ def generate(model, prompts, copies, max_new_tokens, temperature, eos_ids, gener
 
 
 def prompt_indices(first: int, count: int, size: int, seed: int) -> list[int]:
-    """Entries first, first + 1, ... of an endless sequence that visits `size` rows once an epoch, in new order."""
-    wanted, order = range(first, first + count), {}
-    for epoch in {i // size for i in wanted}:
+    """Entries first, first + 1, ... of an endless sequence: `size` rows once an epoch, each in a new order."""
+    order = {}
+    for epoch in range(first // size, (first + count - 1) // size + 1):
         order[epoch] = np.random.default_rng([seed, epoch]).permutation(size)
-    return [int(order[i // size][i % size]) for i in wanted]
+    return [int(order[i // size][i % size]) for i in range(first, first + count)]
 
 
 def respond(sampler, tokenizer, rows, copies, temperature, eos_ids, functions, generator, args):
@@ -688,7 +774,7 @@ def respond(sampler, tokenizer, rows, copies, temperature, eos_ids, functions, g
 
 
 def rollout(sampler, tokenizer, rows, drawn, eos_ids, functions, generator, args):
-    """A batch of groups to learn from, as `respond` makes it; metrics of all that was sampled; rows drawn so far.
+    """A batch of groups as `respond` makes it, metrics of all that was sampled, number of rows drawn so far.
 
     Dynamic sampling (DAPO, eq. 11): rounds go on until there are enough groups that are not flat.
     """
@@ -708,7 +794,7 @@ def rollout(sampler, tokenizer, rows, drawn, eos_ids, functions, generator, args
             "charts/eos_share": new["finished"].float().mean().item(),
             "charts/unscored": new["rewards"].isnan().float().mean().item(),
             "losses/entropy": masked_mean(new["entropies"], new["mask"]).item(),
-            "tokens": length.sum().item(),
+            "charts/tokens": length.sum().item(),
         })  # fmt: skip
         if args.overlong_buffer:
             buffer = args.overlong_buffer * args.max_new_tokens
@@ -725,7 +811,7 @@ def rollout(sampler, tokenizer, rows, drawn, eos_ids, functions, generator, args
     batch = {name: value[: count * args.group_size] for name, value in batch.items()}
     batch |= {name: batch[name][:, :width] for name in ("tokens", "mask", "sampled", "entropies")}
     metrics = {name: float(np.mean([m[name] for m in seen])) for name in seen[0]}
-    metrics |= {"tokens": sum(m["tokens"] for m in seen), "charts/rounds": len(seen)}
+    metrics |= {"charts/tokens": sum(m["charts/tokens"] for m in seen), "charts/rounds": len(seen)}
     return batch | {"prompts": prompts[:count]}, metrics, drawn
 
 
@@ -735,32 +821,23 @@ def evaluate(sampler, tokenizer, rows, eos_ids, functions, args, device):
     A completion passes with a reward of 1 or more. Returns metrics, and a record of each greedy completion.
     """
     generator = torch.Generator(device).manual_seed(int(streams(args.seed)[3].generate_state(1)[0]))
-    records, passed, size = [], [], args.num_prompts * args.group_size
-    for first in range(0, len(rows), size):
-        part = rows[first : first + size]
-        batch, texts = respond(sampler, tokenizer, part, 1, 0.0, eos_ids, functions, generator, args)
-        records += [
-            {
-                "prompt": row["prompt"],
-                "answer": row["answer"],
-                "completion": text,
-                "reward": reward,
-                "ended": ended,
-            }
-            for row, text, reward, ended in zip(
-                part, texts, batch["rewards"].tolist(), batch["finished"].tolist()
+    records, passed, k = [], [], args.eval_samples
+    size = max(1, args.num_prompts * args.group_size // max(k, 1))
+    for part in (rows[first : first + size] for first in range(0, len(rows), size)):
+        greedy, texts = respond(sampler, tokenizer, part, 1, 0.0, eos_ids, functions, generator, args)
+        marks = zip(greedy["rewards"].tolist(), greedy["finished"].tolist())
+        for row, text, (reward, ended) in zip(part, texts, marks):
+            shown = {"prompt": row["prompt"], "answer": row["answer"], "completion": text, "ended": ended}
+            records.append(shown | {"reward": None if math.isnan(reward) else reward})
+        if k:
+            drawn, _ = respond(
+                sampler, tokenizer, part, k, args.temperature, eos_ids, functions, generator, args
             )
-        ]
-    metrics = {"eval/greedy": float(np.mean([record["reward"] >= 1.0 for record in records]))}
-    k = args.eval_samples
-    for first in range(0, len(rows) if k else 0, max(1, size // max(k, 1))):
-        part = rows[first : first + max(1, size // k)]
-        batch, _ = respond(sampler, tokenizer, part, k, args.temperature, eos_ids, functions, generator, args)
-        passed.append((batch["rewards"] >= 1.0).view(-1, k))
+            passed.append((drawn["rewards"] >= 1.0).view(-1, k))
+    metrics = {"eval/greedy": float(np.mean([(record["reward"] or 0.0) >= 1.0 for record in records]))}
     if k:
-        passed = torch.cat(passed)
-        metrics |= {"eval/pass@1": passed.float().mean().item()}
-        metrics |= {f"eval/pass@{k}": passed.any(1).float().mean().item()} if k > 1 else {}
+        passed = torch.cat(passed).float()
+        metrics |= {"eval/pass@1": passed.mean().item(), f"eval/pass@{k}": passed.amax(1).mean().item()}
     return metrics, records
 
 
@@ -770,140 +847,154 @@ def evaluate(sampler, tokenizer, rows, eos_ids, functions, args, device):
 def score(model, batch, rows, args):
     """Log-probabilities of the responses in one micro-batch of `pack`, in its order. (n, L), 0 outside the mask.
 
-    A row is the prompt and then, one after another, the responses, each at the positions after the prompt and
-    seeing the prompt and itself only [D2]. A token's logits are at the token before it.
+    A row is a prompt and then, one after another, responses to it, each at the positions after the prompt and
+    seeing the prompt and itself only [D2]. The logits of a token are those at the token before it.
     """
-    tokens, device = batch["tokens"], batch["tokens"].device
-    mask = batch["mask"][[i for row in rows for i in row]]
-    group = len(tokens) // len(batch["prompts"])
+    chosen, device = [i for row in rows for i in row], batch["tokens"].device
+    mask, tokens = batch["mask"][chosen], batch["tokens"][chosen]
+    texts = iter([ids[:n] for ids, n in zip(tokens.tolist(), mask.sum(1).tolist())])
     ids, positions, owners, places = [], [], [], []
-    for row in rows:
-        prompt = batch["prompts"][row[0] // group]
+    for number, row in enumerate(rows):
+        prompt = batch["prompts"][row[0] // args.group_size]
         ids.append(list(prompt))
         positions.append(list(range(len(prompt))))
         owners.append([0] * len(prompt))
-        for owner, i in enumerate(row, 1):
-            response = tokens[i][batch["mask"][i]].tolist()
-            read = [len(prompt) - 1, *range(len(ids[-1]), len(ids[-1]) + len(response) - 1)]
-            places += [(len(ids) - 1, column) for column in read]
-            ids[-1] += response[:-1]
-            positions[-1] += range(len(prompt), len(prompt) + len(response) - 1)
-            owners[-1] += [owner] * (len(response) - 1)
+        for owner, response in enumerate(itertools.islice(texts, len(row)), 1):
+            inputs, start = response[:-1], len(ids[-1])
+            places += [(number, at) for at in (len(prompt) - 1, *range(start, start + len(inputs)))]
+            ids[-1] += inputs
+            positions[-1] += range(len(prompt), len(prompt) + len(inputs))
+            owners[-1] += [owner] * len(inputs)
     width = max(map(len, ids))
     ids, owners = (
         torch.tensor([x + [0] * (width - len(x)) for x in y], device=device) for y in (ids, owners)
     )
     positions = torch.tensor([x + list(range(len(x), width)) for x in positions], device=device)
-    sees = None  # one response a row, padded on the right: the causal mask of the model is enough
-    if any(len(row) > 1 for row in rows):
+    sees = None  # one response a row, padded on the right: the model's own causal mask is enough
+    if len(chosen) > len(rows):
         causal = torch.ones(width, width, dtype=torch.bool, device=device).tril()
         sees = causal & ((owners[:, None] == 0) | (owners[:, None] == owners[..., None]))
         sees = sees[:, None]  # (rows, 1, width, width)
     row, column = torch.tensor(places, device=device).T
-    columns, where = column.unique(return_inverse=True)
+    columns, column = column.unique(return_inverse=True)
     with torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bfloat16"):
         out = model(ids, attention_mask=sees, position_ids=positions, use_cache=False, logits_to_keep=columns)
-    logits = out.logits[row, where]  # (tokens, V): response tokens only [D3]
-    logp = token_logps(
-        logits[None], batch["tokens"][[i for r in rows for i in r]][mask][None], args.temperature
-    )
-    return torch.zeros(mask.shape, device=device).masked_scatter(mask, logp[0])
+    logits = out.logits[row, column]  # (tokens, V), of response tokens only [D3]
+    logps = token_logps(logits[None], tokens[mask][None], args.temperature)[0]
+    return torch.zeros(mask.shape, device=device).masked_scatter(mask, logps)
 
 
-def cut(batch, samples, args):
-    """`pack` for the samples of a batch."""
-    lengths = batch["mask"].sum(1).tolist()
-    prompts = [len(prompt) for prompt in batch["prompts"]]
+def micro_batches(batch, samples, args):
+    """`pack` for some samples of a batch."""
+    prompts, lengths = list(map(len, batch["prompts"])), batch["mask"].sum(1).tolist()
     return pack(prompts, lengths, samples, args.group_size, args.row_tokens, args.batch_tokens)
-
-
-@contextlib.contextmanager
-def adapter_off(model):
-    """The starting policy of a model with adapters: the same weights without them."""
-    with model.disable_adapter():
-        yield model
 
 
 @torch.no_grad()
 def score_all(model, batch, samples, args):
     """`score` of the samples, the others 0. (B, L)."""
     logps = torch.zeros_like(batch["sampled"])
-    for rows in cut(batch, samples, args):
+    for rows in micro_batches(batch, samples, args):
         logps[[i for row in rows for i in row]] = score(model, batch, rows, args)
     return logps
 
 
-def update(model, reference, optimizer, batch, generator, args):
-    """Score what the losses need, then epochs of optimiser steps on one batch. Returns the losses' metrics."""
-    every = list(range(len(batch["tokens"])))
-    rewards = batch["rewards"]
-    if args.kl_coef:
+def prepare(model, reference, batch, args):
+    """Before the first update of a batch: reference and old log-probabilities where needed, and advantages."""
+    every, rewards = list(range(len(batch["tokens"]))), batch["rewards"]
+    if reference is not None:
         with reference() as frozen:
             batch["ref_logps"] = score_all(frozen, batch, every, args)
-    if args.kl_form == "reward" and args.kl_coef:
-        batch["old_logps"] = score_all(model, batch, every, args)
-        k1 = approx_kl(batch["old_logps"], batch["ref_logps"], "k1")
-        rewards = rewards - args.kl_coef * k1.sum(1)  # masked slots are 0
-    advantages = group_advantages(rewards, args.group_size, args.advantage)
-    kl_in_loss = args.kl_coef > 0 and args.kl_form != "reward"
-    needed = torch.ones_like(advantages, dtype=torch.bool) if kl_in_loss else advantages != 0  # [D5]
+        if args.kl_form == "reward":
+            batch["old_logps"] = score_all(model, batch, every, args)
+            k1 = approx_kl(batch["old_logps"], batch["ref_logps"], "k1")  # 0 outside the mask
+            rewards = rewards - args.kl_coef * k1.sum(1)
+    batch["advantages"] = group_advantages(rewards, args.group_size, args.advantage)
+    batch["needed"] = batch["advantages"] != 0  # [D5]
+    if reference is not None and args.kl_form != "reward":
+        batch["needed"] = torch.ones_like(batch["needed"])
     if args.num_updates > 1 and "old_logps" not in batch:
-        batch["old_logps"] = score_all(model, batch, needed.nonzero()[:, 0].tolist(), args)
+        batch["old_logps"] = score_all(model, batch, batch["needed"].nonzero()[:, 0].tolist(), args)
 
-    totals, norms = dict.fromkeys(("policy_loss", "kl_loss"), 0.0), []
-    sums = dict.fromkeys(("tokens", "responses", "approx_kl", "clipfrac", "mismatch", "ref_kl"), 0.0)
+
+def micro_batch_loss(model, batch, rows, counts, args):
+    """The part of the optimiser step's loss in one micro-batch, and sums for the metrics."""
+    chosen = [i for row in rows for i in row]
+    mask, adv, sampled = (batch[name][chosen] for name in ("mask", "advantages", "sampled"))
+    logp = score(model, batch, rows, args)  # (n, L)
+    now = logp.detach()
+    old = batch["old_logps"][chosen] if "old_logps" in batch else now  # a batch's only update is on-policy
+    clips = args.clip_low, args.clip_high
+    weight = torch.exp(old - sampled).clamp(max=args.importance_cap)
+    loss = weight * surrogate(args.surrogate, logp, old, adv, mask, *clips, args.cispo_max)
+    loss = aggregate(loss, mask, args.aggregation, *counts)
+    sums = {"policy_loss": loss.item(), "tokens": mask.sum().item(), "responses": len(chosen)}
+    sums["approx_kl"] = approx_kl(old, now, "k3").sum().item()
+    sums["mismatch"] = (old - sampled).abs().sum().item()
+    if args.surrogate in ("clip", "gspo"):
+        moved = sequence_logps(now, old, mask) if args.surrogate == "gspo" else now
+        share = clip_fraction(moved[mask], old[mask], adv[:, None].expand_as(mask)[mask], *clips)
+        sums["clipfrac"] = share.item() * sums["tokens"]
+    if "ref_logps" in batch:
+        ref = batch["ref_logps"][chosen]
+        sums["ref_kl"] = approx_kl(now, ref, "k1").sum().item()
+        if args.kl_form != "reward":
+            pull = aggregate(kl_loss(args.kl_form, logp, old, ref), mask, args.aggregation, *counts)
+            sums["kl_loss"] = pull.item()
+            loss = loss + args.kl_coef * pull
+    return loss, sums
+
+
+def update(model, optimizer, batch, generator, args):
+    """Epochs of optimiser steps on one batch, over minibatches of whole groups. Returns the losses' metrics."""
+    sums, norms, members = collections.Counter(), [], torch.arange(args.group_size, device=generator.device)
     epochs = (
         minibatches(len(batch["prompts"]), args.num_minibatches, generator) for _ in range(args.update_epochs)
     )
+    model.train(args.gradient_checkpointing)  # there is no dropout
     for groups in itertools.chain.from_iterable(epochs):
-        samples = (
-            groups[:, None] * args.group_size + torch.arange(args.group_size, device=groups.device)
-        ).flatten()
-        counts = (
-            batch["mask"][samples].sum(),
-            len(samples),
-            args.max_new_tokens,
-        )  # of this optimiser step [D4]
+        samples = (groups[:, None] * args.group_size + members).flatten()
+        counts = batch["mask"][samples].sum(), len(samples), args.max_new_tokens  # of the whole step [D4]
+        samples = samples[batch["needed"][samples]].sort().values.tolist()
         optimizer.zero_grad()
-        samples = samples[needed[samples]].sort().values.tolist()
-        for rows in cut(batch, samples, args):
-            chosen = [i for row in rows for i in row]
-            mask, adv = batch["mask"][chosen], advantages[chosen]
-            logp = score(model, batch, rows, args)  # (n, L)
-            old = batch["old_logps"][chosen] if "old_logps" in batch else logp.detach()
-            weight = torch.exp(old - batch["sampled"][chosen]).clamp(max=args.importance_cap)
-            loss = weight * surrogate(
-                args.surrogate, logp, old, adv, mask, args.clip_low, args.clip_high, args.cispo_max
-            )
-            loss = pg_loss = aggregate(loss, mask, args.aggregation, *counts)
-            if kl_in_loss:
-                ref = batch["ref_logps"][chosen]
-                pull = aggregate(kl_loss(args.kl_form, logp, old, ref), mask, args.aggregation, *counts)
-                loss = pg_loss + args.kl_coef * pull
-                totals["kl_loss"] += pull.item()
+        for rows in micro_batches(batch, samples, args):
+            loss, part = micro_batch_loss(model, batch, rows, counts, args)
             loss.backward()
-            totals["policy_loss"] += pg_loss.item()
-            new = (sequence_logps(logp, old, mask) if args.surrogate == "gspo" else logp).detach()[mask]
-            wide = adv[:, None].expand_as(logp)[mask]
-            clips = clip_fraction(new, old[mask], wide, args.clip_low, args.clip_high)
-            sums["tokens"] += len(new)
-            sums["responses"] += len(chosen)
-            if "ref_logps" in batch:
-                sums["ref_kl"] += approx_kl(logp.detach(), batch["ref_logps"][chosen], "k1").sum().item()
-            sums["clipfrac"] += clips.item() * len(new) if args.surrogate in ("clip", "gspo") else 0.0
-            sums["approx_kl"] += approx_kl(old, logp.detach(), "k3")[mask].sum().item()
-            sums["mismatch"] += (old - batch["sampled"][chosen])[mask].abs().sum().item()
-        if samples:  # Here the gradient of the step is complete: the one place to sum it over processes.
-            norms.append(nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm).item())
-            if not math.isfinite(norms[-1]):
-                raise FloatingPointError("the gradient is not finite")
-            optimizer.step()
-    metrics = {f"losses/{name}": value / args.num_updates for name, value in totals.items()}
-    for name in ("approx_kl", "clipfrac", "mismatch"):
-        metrics[f"losses/{name}"] = sums[name] / max(sums["tokens"], 1)
-    metrics["losses/grad_norm"] = float(np.mean(norms)) if norms else 0.0
-    metrics["losses/ref_kl"] = sums["ref_kl"] / max(sums["responses"], 1)  # nats a response
-    return metrics
+            sums.update(part)
+        if not samples:
+            continue  # nothing to learn: no step on momentum alone
+        # Here the gradient of the step is complete: the one place to sum it over processes.
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm).item())
+        if not math.isfinite(norms[-1]):
+            raise FloatingPointError("the gradient is not finite")
+        optimizer.step()
+    model.eval()
+    tokens, responses = max(sums["tokens"], 1), max(sums["responses"], 1)
+    metrics = {f"losses/{name}": sums[name] / args.num_updates for name in ("policy_loss", "kl_loss")}
+    metrics |= {f"losses/{name}": sums[name] / tokens for name in ("approx_kl", "clipfrac", "mismatch")}
+    metrics["losses/ref_kl"] = sums["ref_kl"] / responses  # nats a response
+    return metrics | {"losses/grad_norm": float(np.mean(norms)) if norms else 0.0}
+
+
+def self_check(model, reference, batch, metrics, args) -> None:
+    """What must hold before the first update, in any changed copy too. [D11]"""
+    first = list(range(args.group_size))
+    scored = score_all(model, batch, first, args)[first]
+    error = (scored - batch["sampled"][first])[batch["mask"][first]].abs()
+    if error.mean() > 0.1 or args.dtype == "float32" and error.max() > 1e-3:
+        raise UsageError(
+            f"self-check: log-probabilities as sampled and as scored differ by up to {error.max():.2g}; "
+            "if the model cannot take an attention mask of its own, --row-tokens 0 helps"
+        )
+    if reference is not None:
+        with reference() as frozen:
+            distance = (score_all(frozen, batch, first, args)[first] - scored).abs().max()
+        if distance > 1e-4:
+            raise UsageError(f"self-check: before the first update the reference differs by {distance:.2g}")
+    if metrics["charts/eos_share"] == 0:
+        tqdm.write("self-check: no response ended by a stop token: a larger --max-new-tokens, or --stop?")
+    if metrics["charts/flat_groups"] == 1:
+        tqdm.write(f"self-check: equal rewards in each group (mean {metrics['charts/reward']:.2f})")
 
 
 # ---- 7. Runs: folder, checkpoint, signals ------------------------------------------------------------------
@@ -989,69 +1080,6 @@ def write_metrics(path: Path, step: int, metrics: dict) -> None:
 # ---- 8. Main -----------------------------------------------------------------------------------------------
 
 
-def prepare_rows(rows, tokenizer, model, args) -> list[dict]:
-    """Add the prompts' token ids; every prompt must fit the model, with room for the response."""
-    size = model.get_input_embeddings().num_embeddings
-    longest = getattr(model.config, "max_position_embeddings", None) or math.inf
-    for number, row in enumerate(rows, 1):
-        row["ids"] = encode(tokenizer, row["prompt"], args.chat_template)
-        if not row["ids"]:
-            raise UsageError(f"prompt {number} has no tokens: {row['prompt']!r}")
-        if max(row["ids"]) >= size:
-            raise UsageError(f"the tokenizer gives id {max(row['ids'])}, the model has {size} tokens")
-        if len(row["ids"]) + args.max_new_tokens > longest:
-            raise UsageError(
-                f"prompt {number} has {len(row['ids'])} tokens: with --max-new-tokens {args.max_new_tokens} "
-                f"that is beyond the model's {longest}"
-            )
-    return rows
-
-
-def load_task(args: Args, prompt_stream):
-    """Training rows and held-out rows, none in both."""
-    rng = np.random.default_rng(prompt_stream)
-    wanted = args.total_steps * args.num_prompts * args.sampling_rounds + args.num_eval
-    if args.dataset is None:
-        rows = sort_rows(min(max(wanted, 25_000), 10**6), rng)
-    else:
-        rows = load_rows(args.dataset, wanted, args.seed)
-    if args.eval_dataset is not None:
-        held_out = load_rows(args.eval_dataset, args.num_eval, args.seed + 1)[: args.num_eval]
-    else:
-        rows, held_out = rows[: -args.num_eval], rows[-args.num_eval :]
-    seen = {str(row["prompt"]) for row in held_out}
-    rows = [row for row in rows if str(row["prompt"]) not in seen]
-    if len(rows) < args.num_prompts:
-        raise UsageError(
-            f"--dataset {args.dataset} leaves {len(rows)} prompts to train on beside {len(held_out)} held out: "
-            f"fewer than --num-prompts {args.num_prompts}"
-        )
-    return rows, held_out
-
-
-def self_check(model, reference, batch, metrics, args) -> None:
-    """What must hold before the first update, in any changed copy too. [D11]"""
-    first = list(range(args.group_size))
-    scored = score_all(model, batch, first, args)[first]
-    error = (scored - batch["sampled"][first])[batch["mask"][first]].abs()
-    if args.dtype == "float32" and error.max() > 1e-3 or error.mean() > 0.1:
-        raise UsageError(
-            f"self-check: log-probabilities as sampled and as scored differ by up to {error.max():.2g} (temperature, "
-            "positions, masks?); if the model cannot take a mask of its own try --row-tokens 0"
-        )
-    if args.kl_coef:
-        with reference() as frozen:
-            distance = (score_all(frozen, batch, first, args)[first] - scored).abs().max()
-        if distance > 1e-4:
-            raise UsageError(f"self-check: before the first update the reference differs by {distance:.2g}")
-    if metrics["charts/eos_share"] == 0:
-        print(
-            "self-check: no response ended by a stop token: is --max-new-tokens large enough, is a --stop needed?"
-        )
-    if metrics["charts/flat_groups"] == 1:
-        print(f"self-check: all rewards of each group are equal (mean {metrics['charts/reward']:.2f})")
-
-
 def main(args: Args) -> dict:
     """Train as `args` say; returns the final metrics."""
     if args.device == "cuda" and not torch.cuda.is_available():
@@ -1065,6 +1093,8 @@ def main(args: Args) -> dict:
         args = resumed_args(args, state["args"])
         if state["step"] == args.total_steps:
             raise UsageError(f"--resume {args.resume}: this run is finished, at step {state['step']:,}")
+    if args.model is None:
+        torch.set_num_threads(1)  # a model this small runs slower on more
 
     prompt_stream, token_stream, shuffle_stream, _ = streams(args.seed)  # [D10]
     generator, shuffle = (
@@ -1072,35 +1102,16 @@ def main(args: Args) -> dict:
         for stream in (token_stream, shuffle_stream)
     )
     torch.manual_seed(args.seed)  # initial weights
+    rng = np.random.default_rng(prompt_stream)
     functions = load_rewards(args.reward)
-    rows, held_out = load_task(args, prompt_stream)
-    if args.model is None:
-        tokenizer = digit_tokenizer()
-        model = tiny_model(tokenizer).to(device)
-    else:
-        tokenizer, model = load_model(args.model)
-        model = model.to(device)
+    rows, held_out = load_task(args, rng)
+    tokenizer, model, reference = build(args, rows, rng, device)
     eos_ids = stop_ids(tokenizer, model, args.stop)
-    rows, held_out = (prepare_rows(part, tokenizer, model, args) for part in (rows, held_out))
-    if args.model is None and (state is None or args.kl_coef):
-        supervised_start(model, tokenizer, rows, np.random.default_rng(prompt_stream.spawn(1)[0]))
-    if args.lora_rank:
-        model = add_lora(model, args.lora_rank)
-    reference = None  # a context that gives the frozen starting policy
-    if args.kl_coef and args.lora_rank:
-        reference = lambda: adapter_off(model)
-    elif args.kl_coef:
-        frozen = copy.deepcopy(model).requires_grad_(False)
-        reference = lambda: contextlib.nullcontext(frozen)
-    if args.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        model.enable_input_require_grads()
-    model.train(args.gradient_checkpointing)
+    rows, held_out = (encode_rows(part, tokenizer, model, args) for part in (rows, held_out))
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     optimizer = torch.optim.AdamW(
         trained.values(), lr=args.learning_rate, betas=(0.9, 0.99), weight_decay=0.0, fused=True
     )
-    sampler = model if args.dtype == "float32" else copy.deepcopy(model).requires_grad_(False).bfloat16()
     first, drawn, flat_steps, metrics, run = 0, 0, 0, {}, None
 
     if state is None:
@@ -1109,9 +1120,8 @@ def main(args: Args) -> dict:
         folder, first, drawn = args.resume, state["step"], state["drawn"]
         if {n: p.shape for n, p in state["model"].items()} != {n: p.shape for n, p in trained.items()}:
             raise UsageError("the checkpoint does not fit: the model has other parameters")
-        with torch.no_grad():
-            for name, parameter in trained.items():
-                parameter.copy_(state["model"][name])
+        for name, parameter in trained.items():
+            parameter.data.copy_(state["model"][name])
         optimizer.load_state_dict(state["optimizer"])
         generator.set_state(state["tokens"])
         shuffle.set_state(state["shuffle"])
@@ -1121,17 +1131,13 @@ def main(args: Args) -> dict:
     if args.track:
         import wandb
 
-        run = wandb.init(
-            project=args.wandb_project_name,
-            name=folder.name,
-            id=folder.name,
-            resume="allow",
-            config=vars(args),
-        )
+        settings = dict(name=folder.name, id=folder.name, resume="allow", config=vars(args))
+        run = wandb.init(project=args.wandb_project_name, **settings)
     if args.preset:
         print(f"--preset {args.preset} sets: {PRESETS[args.preset]}")
     count = sum(p.numel() for p in trained.values())
     print(f"{args.task_name} on {device}, {count:,} trained parameters, writing {folder}")
+    sampler = model if args.dtype == "float32" else bfloat16_copy(model)
 
     def look(step: int) -> dict:
         """Evaluate, keep the completions, show some."""
@@ -1140,45 +1146,49 @@ def main(args: Args) -> dict:
             file.writelines(json.dumps({"step": step, **record}) + "\n" for record in records)
         tqdm.write(f"step {step}: " + ", ".join(f"{name} {value:.3f}" for name, value in found.items()))
         for record in records[:3]:
-            tqdm.write(f"    {record['prompt']!r} -> {record['completion']!r} (reward {record['reward']:g})")
+            tqdm.write(f"    {record['prompt']!r} -> {record['completion']!r} (reward {record['reward']})")
         return found
 
-    start, tokens = time.perf_counter(), 0
     with stop_signals() as stopped, tqdm(total=args.total_steps, initial=first, unit=" steps") as bar:
         if state is None:
-            metrics = look(0)
-            write_metrics(folder / "metrics.jsonl", 0, metrics)
+            write_metrics(folder / "metrics.jsonl", 0, look(0))
         for step in range(first + 1, args.total_steps + 1):
             lr = args.learning_rate * min(1.0, step / max(args.warmup_steps, 1))
             lr *= linear_schedule(step - 1, args.total_steps) if args.anneal_lr else 1.0
             optimizer.param_groups[0]["lr"] = lr
+            begun = time.perf_counter()
             try:
-                begun = time.perf_counter()
-                if sampler is not model:
-                    for copied, parameter in zip(sampler.parameters(), model.parameters()):
-                        copied.data.copy_(parameter.data)
                 batch, charts, drawn = rollout(
                     sampler, tokenizer, rows, drawn, eos_ids, functions, generator, args
                 )
                 if step == 1 and args.self_checks and batch["prompts"]:
                     self_check(model, reference, batch, charts, args)
                 sampled = time.perf_counter()
-                losses = update(model, reference, optimizer, batch, shuffle, args)
+                prepare(model, reference, batch, args)
+                scored = time.perf_counter()
+                losses = update(model, optimizer, batch, shuffle, args)
+                ended = time.perf_counter()
             except (FloatingPointError, UsageError) as error:
                 good = folder / "checkpoint.pt"
                 kept = f"{good}, step {load_checkpoint(good)['step']:,}" if good.exists() else "none yet"
-                raise type(error)(
-                    f"stopped at step {step:,}: {error}; last good checkpoint: {kept}"
-                ) from error
+                text = f"stopped at step {step:,}: {error}; last good checkpoint: {kept}"
+                raise type(error)(text) from error
+            if sampler is not model:
+                bfloat16_copy(model, sampler)
 
-            ended = time.perf_counter()
-            tokens += charts.pop("tokens")
-            metrics = losses | charts | {"charts/learning_rate": lr, "charts/prompts": drawn}
-            metrics |= {"charts/TPS": tokens / (ended - start), "time/rollout": sampled - begun}
-            metrics["time/update"] = ended - sampled
+            metrics = (
+                losses
+                | charts
+                | {"charts/learning_rate": lr, "charts/TPS": charts["charts/tokens"] / (ended - begun)}
+            )
+            metrics |= {
+                "time/rollout": sampled - begun,
+                "time/score": scored - sampled,
+                "time/update": ended - scored,
+            }
             flat_steps = flat_steps + 1 if charts["charts/flat_groups"] == 1 else 0
             if flat_steps == 10:
-                tqdm.write("all rewards of each group were equal for 10 steps: nothing is learnt from them; "
+                tqdm.write("for 10 steps all rewards of each group were equal, and nothing is learnt from such: "
                            "try easier prompts, a larger --group-size or --temperature")  # fmt: skip
             final = step == args.total_steps
             if final or args.eval_every and step % args.eval_every == 0:
@@ -1186,16 +1196,15 @@ def main(args: Args) -> dict:
             write_metrics(folder / "metrics.jsonl", step, metrics)
             if run:
                 run.log(metrics, step=step)
-            bar.set_postfix(
-                {"reward": f"{metrics['charts/reward']:.3f}", "tok/s": f"{metrics['charts/TPS']:.0f}"},
-                refresh=False,
-            )
+            shown = {"reward": f"{metrics['charts/reward']:.3f}", "tok/s": f"{metrics['charts/TPS']:.0f}"}
+            bar.set_postfix(shown, refresh=False)
             bar.update()
             if final or stopped or step % args.save_every == 0:
                 state = {"script": SCRIPT, "args": json.loads(json.dumps(vars(args), default=str))}
                 state |= {"step": step, "drawn": drawn, "tokens": generator.get_state()}
                 state |= {"shuffle": shuffle.get_state(), "optimizer": optimizer.state_dict()}
-                save_checkpoint(folder / "checkpoint.pt", state | {"model": trained})
+                state["model"] = {name: p.detach() for name, p in trained.items()}
+                save_checkpoint(folder / "checkpoint.pt", state)
             if stopped and not final:
                 bar.close()
                 print(f"stopped at step {step:,}; continue with: python {SCRIPT}.py --resume {folder}")
@@ -1204,8 +1213,7 @@ def main(args: Args) -> dict:
         run.finish()
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    before = next(line for line in lines if line["step"] == 0)
+    before = json.loads((folder / "metrics.jsonl").read_text().splitlines()[0])
     for name in (name for name in metrics if name.startswith("eval/")):
         print(f"{name}: {before[name]:.3f} before, {metrics[name]:.3f} after")
     print(f"the model is in {folder / 'model'}")
