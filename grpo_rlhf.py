@@ -500,7 +500,7 @@ def adapter_off(model):
 
 
 def build(args: Args, rows, rng, device):
-    """Tokenizer, model to train, and a context that gives the frozen starting policy (None without a KL term)."""
+    """Tokenizer, model to train, and a context that gives the frozen starting policy (None without KL)."""
     if args.model is None:
         tokenizer = digit_tokenizer()
         model = tiny_model(tokenizer).to(device)
@@ -521,7 +521,7 @@ def build(args: Args, rows, rng, device):
 
 
 def bfloat16_copy(model, sampler=None):
-    """A copy of the model with bfloat16 parameters (buffers stay as they are), or `sampler` brought up to date."""
+    """A copy of the model with bfloat16 parameters (its buffers stay), or `sampler` brought up to date."""
     sampler = copy.deepcopy(model).requires_grad_(False) if sampler is None else sampler
     for copied, parameter in zip(sampler.parameters(), model.parameters()):
         copied.data = parameter.detach().bfloat16()
@@ -751,7 +751,7 @@ def generate(model, prompts, copies, max_new_tokens, temperature, eos_ids, gener
 
 
 def prompt_indices(first: int, count: int, size: int, seed: int) -> list[int]:
-    """Entries first, first + 1, ... of an endless sequence: `size` rows once an epoch, each in a new order."""
+    """Entries first, first + 1, ... of an endless sequence: `size` rows once an epoch, in ever new order."""
     order = {}
     for epoch in range(first // size, (first + count - 1) // size + 1):
         order[epoch] = np.random.default_rng([seed, epoch]).permutation(size)
@@ -845,7 +845,7 @@ def evaluate(sampler, tokenizer, rows, eos_ids, functions, args, device):
 
 
 def score(model, batch, rows, args):
-    """Log-probabilities of the responses in one micro-batch of `pack`, in its order. (n, L), 0 outside the mask.
+    """Log-probabilities of the responses in one micro-batch of `pack`, 0 outside the mask. -> (n, L).
 
     A row is a prompt and then, one after another, responses to it, each at the positions after the prompt and
     seeing the prompt and itself only [D2]. The logits of a token are those at the token before it.
@@ -900,7 +900,7 @@ def score_all(model, batch, samples, args):
 
 
 def prepare(model, reference, batch, args):
-    """Before the first update of a batch: reference and old log-probabilities where needed, and advantages."""
+    """Before the first update of a batch: reference and old log-probabilities if needed, advantages."""
     every, rewards = list(range(len(batch["tokens"]))), batch["rewards"]
     if reference is not None:
         with reference() as frozen:
@@ -946,7 +946,7 @@ def micro_batch_loss(model, batch, rows, counts, args):
 
 
 def update(model, optimizer, batch, generator, args):
-    """Epochs of optimiser steps on one batch, over minibatches of whole groups. Returns the losses' metrics."""
+    """Epochs of optimiser steps on one batch, over minibatches of whole groups. Returns metrics."""
     sums, norms, members = collections.Counter(), [], torch.arange(args.group_size, device=generator.device)
     epochs = (
         minibatches(len(batch["prompts"]), args.num_minibatches, generator) for _ in range(args.update_epochs)
@@ -1188,8 +1188,7 @@ def main(args: Args) -> dict:
             }
             flat_steps = flat_steps + 1 if charts["charts/flat_groups"] == 1 else 0
             if flat_steps == 10:
-                tqdm.write("for 10 steps all rewards of each group were equal, and nothing is learnt from such: "
-                           "try easier prompts, a larger --group-size or --temperature")  # fmt: skip
+                tqdm.write("nothing is learnt: for 10 steps all rewards of each group were equal")
             final = step == args.total_steps
             if final or args.eval_every and step % args.eval_every == 0:
                 metrics |= look(step)
