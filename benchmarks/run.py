@@ -2,9 +2,12 @@
 
     python benchmarks/run.py ppo_continuous.py --tasks HalfCheetah-v5 Hopper-v5 --seeds 1 2 3 4 5 --workers 2
     python benchmarks/run.py my_copy.py --variant mine --tasks HalfCheetah-v5 --seeds 1 2 3 -- --gamma 0.98
+    python benchmarks/run.py grpo_rlhf.py --tasks sort
 
-Everything after `--` goes to the script. A finished run is not repeated; a failed one is named at the end.
-Results: benchmarks/results/<script>/<task>/<variant->seed<k>.csv, and .json with flags, versions, file hash.
+Everything after `--` goes to the script. A task is the script's --env-id; for a script without that flag it
+only names the folder of the results, and the completions of the first and last evaluation are kept beside them.
+A finished run is not repeated; a failed one is named at the end. Results:
+benchmarks/results/<script>/<task>/<variant->seed<k>.csv, and .json with flags, versions, file hash.
 """
 
 import argparse
@@ -23,15 +26,19 @@ COLUMNS = (
     "step", "charts/episodic_return_100", "charts/episodic_return", "eval/episodic_return", "charts/SPS",
     "losses/approx_kl", "losses/entropy", "losses/explained_variance",
 )  # fmt: skip
+LANGUAGE_COLUMNS = (
+    "step", "charts/reward", "eval/greedy", "eval/pass@1", "eval/pass@8", "charts/flat_groups",
+    "charts/response_length", "charts/eos_share", "losses/entropy", "losses/approx_kl", "losses/clipfrac",
+    "losses/mismatch", "losses/grad_norm", "charts/TPS", "time/rollout", "time/score", "time/update",
+)  # fmt: skip
 ROWS = 100  # kept of a run, evenly spaced, the last one always
 
 
 def thin(rows: list[dict]) -> list[dict]:
     """About ROWS rows, evenly spaced, with the last one and every evaluation."""
     stride = max(1, len(rows) // ROWS)
-    return [
-        r for i, r in enumerate(rows, 1) if i % stride == 0 or i == len(rows) or "eval/episodic_return" in r
-    ]
+    evaluated = {"eval/episodic_return", "eval/greedy"}
+    return [r for i, r in enumerate(rows, 1) if i % stride == 0 or i == len(rows) or evaluated & r.keys()]
 
 
 def run(script: Path, results: Path, task: str, seed: int, variant: str, flags: list[str]) -> str | None:
@@ -40,17 +47,9 @@ def run(script: Path, results: Path, task: str, seed: int, variant: str, flags: 
     if stem.with_name(stem.name + ".csv").exists():
         return None
     with tempfile.TemporaryDirectory() as scratch:
-        command = [
-            sys.executable,
-            str(script),
-            "--env-id",
-            task,
-            "--seed",
-            str(seed),
-            "--run-name",
-            "run",
-            *flags,
-        ]
+        gymnasium = "env_id" in script.read_text()
+        command = [sys.executable, str(script), "--seed", str(seed), "--run-name", "run", *flags]
+        command += ["--env-id", task] if gymnasium else []
         start = time.perf_counter()
         env = {**os.environ, "OMP_NUM_THREADS": "1", "TQDM_MININTERVAL": "30"}
         done = subprocess.run(command, cwd=scratch, env=env, capture_output=True, text=True)
@@ -59,21 +58,32 @@ def run(script: Path, results: Path, task: str, seed: int, variant: str, flags: 
             return f"{task} seed {seed}: exit {done.returncode}: {done.stderr[-500:]}"
         folder = Path(scratch) / "runs" / "run"
         rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        config = {
-            **json.loads((folder / "config.json").read_text()),
-            "flags": flags,
-            "seconds": round(seconds, 1),
-        }
+        config = (folder / "config.json").read_text().replace(str(Path.cwd()), ".")
+        flags = [flag.replace(str(Path.cwd()), ".") for flag in flags]
+        config = {**json.loads(config), "flags": flags, "seconds": round(seconds, 1)}
+        completions = folder / "completions.jsonl"
+        said = [json.loads(x) for x in completions.read_text().splitlines()] if completions.exists() else []
     stem.parent.mkdir(parents=True, exist_ok=True)
     stem.with_name(stem.name + ".json").write_text(json.dumps(config, indent=1) + "\n")
-    with open(stem.with_name(stem.name + ".csv"), "w", newline="") as file:
+    columns = COLUMNS if gymnasium else LANGUAGE_COLUMNS
+    write_csv(stem.with_name(stem.name + ".csv"), columns, thin(rows))
+    if said:
+        write_csv(
+            stem.with_name(stem.name + ".completions.csv"),
+            ("step", "answer", "completion", "reward", "ended"),
+            [row for row in said if row["step"] in (0, rows[-1]["step"])],
+        )
+    last = {name: rows[-1].get(name) for name in columns[1:4]}
+    print(f"{stem.parent.name}/{stem.name}: {last}, {seconds:.0f} s", flush=True)
+
+
+def write_csv(path: Path, columns, rows: list[dict]) -> None:
+    with open(path, "w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(COLUMNS)
-        for row in thin(rows):
-            values = (row.get(c) for c in COLUMNS)
+        writer.writerow(columns)
+        for row in rows:
+            values = (row.get(c) for c in columns)
             writer.writerow("" if v is None else f"{v:.6g}" if isinstance(v, float) else v for v in values)
-    print(f"{stem.parent.name}/{stem.name}: return {rows[-1].get('charts/episodic_return_100')}, "
-          f"evaluation {rows[-1].get('eval/episodic_return')}, {seconds:.0f} s", flush=True)  # fmt: skip
 
 
 def main():
