@@ -982,7 +982,7 @@ def self_check(model, reference, batch, metrics, args) -> None:
     first = list(range(args.group_size))
     scored = score_all(model, batch, first, args)[first]
     error = (scored - batch["sampled"][first])[batch["mask"][first]].abs()
-    if error.mean() > 0.1 or args.dtype == "float32" and error.max() > 1e-3:
+    if error.mean() > 0.3 or args.dtype == "float32" and error.max() > 1e-3:  # bfloat16 rounds logits to 0.1
         raise UsageError(
             f"self-check: log-probabilities as sampled and as scored differ by up to {error.max():.2g}; "
             "if the model cannot take an attention mask of its own, --row-tokens 0 helps"
