@@ -1,4 +1,4 @@
-"""Tables and learning curves from the results that run.py and speed.py wrote.
+"""Tables and learning curves from the results that run.py and speed.py wrote; language.py has some of them.
 
     python benchmarks/report.py                             # benchmarks/report/: a page and its figures
     python benchmarks/report.py --readme README.md          # renew the tables of the README
@@ -9,7 +9,6 @@ Reads results/<script>/<task>/<variant->seed<k>.csv and results/speed/*.csv; wha
 """
 
 import argparse
-import csv
 import functools
 import json
 import re
@@ -17,7 +16,9 @@ import statistics
 import sys
 from pathlib import Path
 
+import language
 import numpy as np
+from language import STYLE, markdown, read
 from scipy.stats import bootstrap, trim_mean
 from speed import SHORT, summary
 
@@ -41,10 +42,6 @@ RANDOM = {"HalfCheetah-v5": -260.8, "Hopper-v5": 24.8, "Walker2d-v5": 2.2, "Ant-
 COLUMNS = {"step": "step", "training": "charts/episodic_return_100", "evaluation": "eval/episodic_return"}
 KEYS = ("training", "evaluation")
 iqm = functools.partial(trim_mean, proportiontocut=0.25, axis=0)  # interquartile mean
-
-
-def read(path: Path) -> list[dict]:
-    return list(csv.DictReader(path.read_text().splitlines()))
 
 
 def variant_of(path: Path) -> str:
@@ -103,11 +100,6 @@ def stratified(strata: list[np.ndarray]) -> str:
     samples = np.concatenate([rng.choice(x, (10_000, len(x))) for x in strata], axis=1)
     low, high = np.percentile(iqm(samples, axis=1), [2.5, 97.5])
     return f"{iqm(np.concatenate(strata)):.2f} [{low:.2f}, {high:.2f}]"
-
-
-def markdown(header: list[str], rows: list[list[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines) if rows else "No results yet.\n"
 
 
 def score_rows(results: Path, tasks: list[str], series: dict, published=False) -> list[list[str]]:
@@ -177,15 +169,14 @@ def speed_table(results: Path) -> str:
 TABLES = {
     name: lambda results, name=name: score_table(score_rows(results, *GROUPS[name], name == "main"))
     for name in ("main", "peer", "time_limit")
-} | {"log_std": log_std_table, "speed": speed_table}
+} | {"log_std": log_std_table, "speed": speed_table, **language.TABLES}
 
 
 def curves(found: dict, series: dict, path: Path) -> None:
     """Training return over steps: a panel a task, mean and range over the seeds; the same bytes each time."""
     import matplotlib.pyplot as plt  # here, as the tables do without it
 
-    plt.rcParams |= {"svg.hashsalt": "ppo", "svg.fonttype": "none", "font.size": 9, "axes.grid": True,
-                     "grid.alpha": 0.3, "axes.spines.top": False, "axes.spines.right": False}  # fmt: skip
+    plt.rcParams |= STYLE
     width, height = min(3, len(found)), -(-len(found) // 3)
     figure, handles = plt.figure(figsize=(3.6 * width, 2.6 * height + 0.4)), {}
     for place, (task, labels) in enumerate(found.items(), 1):
@@ -216,6 +207,8 @@ def write_report(results: Path, out: Path) -> None:
         page += f"\n## {name}\n\n{table(results)}"
         if found := collect(results, *GROUPS.get(name, ([], {}))):
             curves(found, GROUPS[name][1], out / f"curves_{name}.svg")
+            page += f"\n![{name}](curves_{name}.svg)\n"
+        if name in language.FIGURES and language.FIGURES[name](results, out / f"curves_{name}.svg"):
             page += f"\n![{name}](curves_{name}.svg)\n"
     (out / f"{OURS}.md").write_text(f"{page}\n## all runs\n\n{score_table(all_rows(results))}")
 

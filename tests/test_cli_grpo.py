@@ -583,7 +583,7 @@ def test_dropout_is_switched_off(script, lab, tmp_path):
 
 def test_load_task(script, tmp_path):
     """No prompt is both held out and trained on, duplicates included; a file's split is the same for all seeds."""
-    rows = [{"prompt": f"{i % 30}", "answer": str(i)} for i in range(50)]  # the last ten twice, 20 to 29 once
+    rows = [{"prompt": f"{i % 30}", "answer": str(i)} for i in range(50)]  # 0 to 19 twice
     write(tmp_path / "d.jsonl", *rows)
     write(tmp_path / "e.jsonl", *rows[5:9])
     common = dict(model="m", dataset=str(tmp_path / "d.jsonl"), num_prompts=4)

@@ -518,16 +518,17 @@ def test_reference_is_the_starting_policy(script, world, record, form, lora_rank
 
 @pytest.mark.parametrize("norm", [0.02, 1e6])
 def test_update_equals_the_textbook(script, world, record, norm):
-    """Two training steps of two epochs and two minibatches (order, learning rate with warm-up and decay, clipping of the
+    """Three training steps of two epochs and two minibatches (order, learning rate with warm-up and decay, clipping of the
     norm, AdamW) move the weights as an independent implementation does (B25, B31, B107)."""
     events = record("update")
-    flags = dict(total_steps=2, warmup_steps=2, anneal_lr=True, max_grad_norm=norm, learning_rate=2e-3)
+    flags = dict(total_steps=3, warmup_steps=2, anneal_lr=True, max_grad_norm=norm, learning_rate=2e-3)
     out = train(script, world, **flags)
     args, model = arguments(script, world, **flags), load(script, world, "llama")[1]
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.99), weight_decay=0.0)
     shuffle = torch.Generator().manual_seed(int(script.streams(1)[2].generate_state(1)[0]))
     batches = [inputs[2] for kind, inputs, _ in events if kind == "update"]
-    rates, moved = [1e-3, 1e-3], []
+    rates, moved = [1e-3, 2e-3 * 2 / 3, 2e-3 / 3], []
+    assert [inputs for kind, inputs, _ in events if kind == "step"] == pytest.approx([r for r in rates for _ in range(4)])
     for batch, (*_, rewards), optimizer.param_groups[0]["lr"] in zip(batches, seen(), rates):
         batch["advantages"] = reference_advantages(rewards)
         with torch.no_grad():
@@ -539,8 +540,300 @@ def test_update_equals_the_textbook(script, world, record, norm):
                 reference_loss(model, batch, [4 * g + j for g in groups.tolist() for j in range(4)], args).backward()
                 moved.append(torch.nn.utils.clip_grad_norm_(model.parameters(), norm).item())
                 optimizer.step()
-    assert [inputs for kind, inputs, _ in events if kind == "step"] == pytest.approx([1e-3] * 8)
     trained = checkpoint(out)["model"]
     error = torch.cat([(trained[name] - p).abs().flatten() for name, p in model.named_parameters()])
     assert (error < 2e-5).float().mean() > 0.995 and error.mean() < 2e-6, error.sort().values[-20:]
-    assert out["losses/grad_norm"] == pytest.approx(sum(moved[4:]) / 4, rel=1e-3) and min(moved) > 0.02
+    assert out["losses/grad_norm"] == pytest.approx(sum(moved[-4:]) / 4, rel=1e-3) and min(moved) > 0.02
+
+
+# ---- rewards and the filter ----
+
+
+def test_dynamic_sampling_keeps_whole_groups(script, world, record):
+    """Groups with equal rewards are dropped as a whole, rounds go on until there are enough others or --sampling-rounds
+    are over, and the reward reported is that of all that was sampled (NVIDIA-NeMo/RL #3469)."""
+    events = record("update")
+    out = train(script, world, reward="few", sampling_rounds=3, total_steps=6)
+    calls, ends = seen(), set()
+    for (_, _, batch, *_), row in zip((inputs for kind, inputs, _ in events if kind == "update"), lines(out)[1:]):
+        kept, everything = [], []
+        for number in range(1, 4):
+            prompts, _, rewards = calls.pop(0)
+            everything += rewards
+            groups = [(prompts[i], rewards[i : i + 4]) for i in range(0, 16, 4)]
+            kept += [(prompt, group) for prompt, group in groups if len(set(group)) > 1]
+            if len(kept) >= 4:
+                break
+        ends.add((number, len(kept) >= 4))
+        kept = kept[:4]
+        assert batch["rewards"].tolist() == pytest.approx([r for _, group in kept for r in group])
+        assert batch["prompts"] == [script.digit_tokenizer()(prompt).input_ids for prompt, _ in kept]
+        assert len(batch["tokens"]) == len(batch["mask"]) == len(batch["sampled"]) == 4 * len(kept)
+        assert row["charts/rounds"] == number and row["charts/reward"] == pytest.approx(sum(everything) / len(everything))
+    assert not calls and (3, False) in ends and len(ends) > 1
+
+
+@pytest.mark.parametrize("sampling_rounds", [1, 3])
+def test_equal_rewards_move_nothing(script, world, record, sampling_rounds):
+    """A batch of flat groups takes no optimiser step, not even on momentum, and the run goes on (B85)."""
+    events = record("update")
+    out = train(script, world, reward="flat", sampling_rounds=sampling_rounds)
+    assert not [kind for kind, *_ in events if kind == "step"] and len(events) == 3
+    start = dict(load(script, world, "llama")[1].named_parameters())
+    assert all(torch.equal(p, start[name]) for name, p in checkpoint(out)["model"].items())
+    assert [row["charts/rounds"] for row in lines(out)[1:]] == [sampling_rounds] * 3
+    assert out["charts/flat_groups"] == 1 and out["losses/grad_norm"] == 0
+
+
+def test_overlong_penalty_reaches_the_advantages(script, world, record):
+    """The length penalty is added to what the functions gave, before the advantages, and not to the reported reward."""
+    events = record("group_advantages", "update")
+    out = train(script, world, overlong_buffer=0.5)
+    given = [inputs[0] for kind, inputs, _ in events if kind == "group_advantages"]
+    batches = [inputs[2] for kind, inputs, _ in events if kind == "update"]
+    for found, batch, (*_, rewards), row in zip(given, batches, seen(), lines(out)[1:]):
+        penalty = -(batch["mask"].sum(1) - 3).clamp(0, 3) / 3
+        assert penalty.min() == -1 and penalty.max() == 0
+        assert_close(found, torch.tensor(rewards) + penalty)
+        assert row["charts/reward"] == pytest.approx(sum(rewards) / 16)
+
+
+def test_unscored_responses_have_no_advantage(script, world, record):
+    """None or NaN for a response: advantage 0 for it, the others' group statistics without it (B85)."""
+    events = record("update")
+    out = train(script, world, reward="holes")
+    holes = 0
+    for (_, _, batch, *_), (*_, rewards) in zip((inputs for kind, inputs, _ in events if kind == "update"), seen()):
+        assert_close(batch["advantages"], reference_advantages(rewards), atol=1e-4, rtol=1e-4)
+        holes += sum(r != r for r in rewards)
+    assert holes > 5 and math.isfinite(out["charts/reward"]) and out["charts/unscored"] > 0
+
+
+# ---- runs ----
+
+
+def equal_runs(a, b):
+    """Weights, optimiser state, random streams, metrics and completions agree to the bit."""
+    flat = lambda x: [y for v in x.values() for y in (flat(v) if isinstance(v, dict) else [v])] if x else []
+    states = [{k: v for k, v in checkpoint(out).items() if k != "args"} for out in (a, b)]
+    for x, y in zip(*map(flat, states), strict=True):
+        assert torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y
+    assert lines(a) == lines(b) and lines(a, "completions") == lines(b, "completions")
+
+
+KEYS = """losses/policy_loss losses/kl_loss losses/approx_kl losses/clipfrac losses/mismatch losses/ref_kl losses/grad_norm
+losses/entropy charts/reward charts/flat_groups charts/response_length charts/eos_share charts/unscored charts/tokens
+charts/rounds charts/learning_rate charts/TPS time/rollout time/score time/update"""
+
+
+def test_same_seed_same_run(script, world):
+    """Two runs of one seed agree to the bit, another seed does not; evaluation draws from a stream of its own and moves
+    nothing; metrics.jsonl has its keys."""
+    a, b, c = (train(script, world, seed=seed, run_name=name) for seed, name in ((1, "a"), (1, "b"), (2, "c")))
+    equal_runs(a, b)
+    assert lines(a)[1:] != lines(c)[1:]
+    d = train(script, world, run_name="d", eval_every=1, eval_samples=3)
+    strip = lambda rows: [{k: v for k, v in row.items() if not k.startswith("eval/")} for row in rows]
+    assert strip(lines(a)) == strip(lines(d)) and all("eval/pass@3" in row for row in lines(d))
+    weights = checkpoint(a)["model"]
+    assert all(torch.equal(p, weights[name]) for name, p in checkpoint(d)["model"].items())
+    rows = [json.loads(line) for line in open("runs/a/metrics.jsonl")]
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    assert all(set(row) - {"eval/greedy"} == {"step", *KEYS.split()} for row in rows[1:])
+    assert rows[1]["charts/tokens"] > 16 and rows[1]["charts/response_length"] == rows[1]["charts/tokens"] / 16
+
+
+KINDS = [
+    ("signal", {}),
+    ("raise", dict(model="gpt2", sampling_rounds=2, anneal_lr=True, warmup_steps=3)),
+    ("signal", dict(kl_coef=0.1, kl_form="reward")),
+    ("raise", dict(kl_coef=0.1, lora_rank=2)),
+    ("signal", dict(dtype="bfloat16", eval_every=1, eval_samples=2)),
+]
+
+
+@pytest.mark.parametrize("how, flags", KINDS, ids=str)
+def test_stopped_and_resumed_equals_uninterrupted(script, world, how, flags):
+    """After SIGTERM (exit code 143, a checkpoint of that step) or a crash (the last checkpoint) a resumed run is the
+    uninterrupted one to the bit, its later lines dropped."""
+    if "lora_rank" in flags:
+        pytest.importorskip("peft")
+    flags = dict(total_steps=5, save_every=2 if how == "raise" else 100, run_name="x", **flags)
+    whole = train(script, world, **flags)
+    os.rename("runs/x", "runs/whole")
+    whole["folder"] = "runs/whole"
+    calls = [(p[0][0] == "9") for p, *_ in map(json.loads, open("seen.jsonl"))]
+    steps = [i for i, held_out in enumerate(calls) if not held_out]
+    Path("stop").write_text(f"{how} {steps[2 if how == 'signal' else -1] + 1}")
+    with pytest.raises(SystemExit) as stop:
+        train(script, world, **flags)
+    assert stop.value.code == (128 + signal.SIGTERM if how == "signal" else 7) and not os.path.exists("stop")
+    step = torch.load("runs/x/checkpoint.pt", weights_only=True)["step"]
+    assert step == 4 if how == "raise" else step == len({s for s in (1, 2, 3) if s <= step}) < 5
+    with open("runs/x/metrics.jsonl", "a") as file:
+        file.write('{"step": 99}\n')  # a line written after the checkpoint must go
+    resumed = script.main(script.Args(resume=Path("runs/x"), device="cpu"))
+    equal_runs(whole, resumed)
+
+
+def test_nan_stops_the_run_and_keeps_the_good_checkpoint(script, world, monkeypatch):
+    """A gradient or weights of NaN end the run with the step and the last good checkpoint, which is whole (B85)."""
+    aggregate, rollout, calls = script.aggregate, script.rollout, []
+    monkeypatch.setattr(script.module, "aggregate", lambda *a: aggregate(*a) * (1.0 if len(calls) < 3 else math.nan))
+    monkeypatch.setattr(script.module, "rollout", lambda *a: calls.append(1) or rollout(*a))
+    with pytest.raises(FloatingPointError, match="stopped at step 3: the gradient .*runs/x/checkpoint.pt, step 2"):
+        train(script, world, save_every=1, run_name="x")
+    state = checkpoint({"folder": "runs/x"})
+    assert state["step"] == 2 and all(p.isfinite().all() for p in state["model"].values())
+    with pytest.raises(FloatingPointError, match="stopped at step 1: the gradient .* none yet"):
+        train(script, world, run_name="y")
+
+    def poison(model, *rest):
+        next(model.parameters()).data.fill_(math.nan)
+        return rollout(model, *rest)
+
+    monkeypatch.setattr(script.module, "rollout", poison)
+    with pytest.raises(FloatingPointError, match="stopped at step 1: .*logits .* none yet"):
+        train(script, world, run_name="z")
+
+
+def test_half_written_checkpoint_never_replaces_a_good_one(script, world, monkeypatch):
+    """A write that dies halfway leaves the old checkpoint as it was."""
+    path = Path(train(script, world)["folder"]) / "checkpoint.pt"
+    good = path.read_bytes()
+
+    def dies(state, file):
+        (file.write if hasattr(file, "write") else Path(file).write_bytes)(b"half")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(torch, "save", dies)
+    with pytest.raises(OSError):
+        script.save_checkpoint(path, {})
+    assert path.read_bytes() == good
+
+
+@pytest.mark.parametrize("own_file", [True, False])
+def test_held_out_prompts_are_never_trained_on(script, world, own_file):
+    """The rows of --eval-dataset, or the last ones of --dataset, reach no training step, duplicates included; every
+    other prompt is drawn once before any is drawn twice."""
+    rows = (world / "data.jsonl").read_text().splitlines(keepends=True)
+    held_out = {json.loads(row)["prompt"] for row in rows[-6:]}
+    Path("data.jsonl").write_text("".join(rows[-6:] * 2 + rows if not own_file else rows))
+    Path("held.jsonl").write_text("".join(rows[-6:]))
+    train(script, world, dataset="data.jsonl", eval_dataset="held.jsonl" if own_file else None, total_steps=7)
+    trained = [prompt for prompts, *_ in seen() for prompt in prompts[::4]]
+    assert {p for prompts, *_ in seen(held_out=True) for p in prompts} == held_out
+    assert len(seen()) == 7 and len(set(trained)) == min(28, len(rows) - 6) and len(seen(held_out=True)) == 2
+
+
+def test_saved_model_is_the_trained_one(script, world):
+    """runs/<name>/model loads with transformers alone and gives the greedy completions of the last evaluation."""
+    folder = train(script, world, learning_rate=1e-2)["folder"]
+    model = transformers.AutoModelForCausalLM.from_pretrained(f"{folder}/model").eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(f"{folder}/model")
+    records = [json.loads(line) for line in open(f"{folder}/completions.jsonl")]
+    assert [r["step"] for r in records] == [0] * 6 + [3] * 6
+    for record in records[6:]:
+        prompt, response = tokenizer(record["prompt"]).input_ids, []
+        while len(response) < 6 and response[-1:] not in ([1], [9]):
+            response.append(brute(model, prompt, [*response, 0], 1.0)[-1].argmax().item())
+        assert record["completion"] == tokenizer.decode([t for t in response if t not in STOPS], skip_special_tokens=True)
+        assert record["ended"] == (response[-1] in STOPS)
+    assert [r["completion"] for r in records[:6]] != [r["completion"] for r in records[6:]]
+
+
+def test_dropout_is_off_and_checkpointing_changes_nothing(script, world, monkeypatch):
+    """Dropout in the checkpoint's config is switched off in every pass (B86, verl-project/verl #4708); recomputed
+    activations give the same weights."""
+    block = transformers.models.gpt2.modeling_gpt2.GPT2MLP
+    forward, calls = block.forward, []
+    monkeypatch.setattr(block, "forward", lambda *a: calls.append(1) or forward(*a))
+    weights, counts = [], []
+    for name, flags in (("gpt2", {}), ("dropout", {}), ("dropout", dict(gradient_checkpointing=True))):
+        calls.clear()
+        weights.append(checkpoint(train(script, world, model=name, max_grad_norm=1e-2, run_name=f"{len(weights)}", **flags))["model"])
+        counts.append(len(calls))
+    assert all(torch.equal(p, weights[0][name]) for name, p in weights[1].items())
+    error = torch.cat([(p - weights[0][name]).abs().flatten() for name, p in weights[2].items()])
+    assert (error < 1e-5).float().mean() > 0.99 and counts[2] > counts[0] == counts[1]
+
+
+PAPERS = {  # advantage, surrogate, clip_low, clip_high, aggregation, kl_coef, kl_form
+    "grpo": ("grpo", "clip", 0.2, 0.2, "sequence", 0.04, "k3"),
+    "rloo": ("rloo", "reinforce", 0.2, 0.28, "constant", 0.05, "reward"),
+    "drgrpo": ("drgrpo", "clip", 0.2, 0.2, "constant", 0.0, "k3_unbiased"),
+    "dapo": ("grpo", "clip", 0.2, 0.28, "token", 0.0, "k3_unbiased"),
+    "gspo": ("grpo", "gspo", 3e-4, 4e-4, "sequence", 0.0, "k3_unbiased"),
+    "cispo": ("grpo", "cispo", 0.2, 0.28, "token", 0.0, "k3_unbiased"),
+}
+
+
+@pytest.mark.parametrize("preset", PAPERS)
+def test_presets_are_the_papers(script, preset):
+    """--preset sets what its paper had, a flag given beside it wins, and all else stays."""
+    names = ("advantage", "surrogate", "clip_low", "clip_high", "aggregation", "kl_coef", "kl_form")
+    args = script.parse_args(["--preset", preset])
+    assert tuple(getattr(args, name) for name in names) == PAPERS[preset]
+    dapo = (4, 0.2) if preset == "dapo" else (1, 0.0)
+    assert (args.sampling_rounds, args.overlong_buffer) == dapo
+    assert args.num_updates == (1 if preset == "rloo" else 4)
+    args = script.parse_args(["--preset", preset, "--clip-high", "0.33", "--aggregation", "token", "--seed", "7"])
+    assert (args.clip_high, args.aggregation, args.seed, args.clip_low) == (0.33, "token", 7, PAPERS[preset][2])
+    assert args.learning_rate == script.BUILT_IN["learning_rate"]
+
+
+# ---- learning ----
+
+
+@pytest.mark.parametrize("surrogate", ["clip", "gspo", "cispo", "reinforce"])
+def test_learns_a_task_whose_optimum_is_known(script, world, surrogate):
+    """One token, rewarded if it is a 5: from chance (below 0.3) to nearly always, with every surrogate."""
+    flags = dict(surrogate=surrogate, total_steps=25, max_new_tokens=1, group_size=8, learning_rate=1e-2, temperature=1.0)
+    flags |= dict(update_epochs=1, num_minibatches=1) if surrogate == "reinforce" else {}
+    flags |= dict(clip_low=0.2, clip_high=0.28)
+    train(script, world, reward="five", **flags)
+    rewards = [sum(rewards) / len(rewards) for *_, rewards in seen()]
+    assert sum(rewards[:2]) / 2 < 0.3 and sum(rewards[-5:]) / 5 > 0.9
+
+
+def test_the_built_in_task_is_learnt(script):
+    """The default run, cut short: a model half taught to sort gets clearly better within 15 steps."""
+    flags = script.BUILT_IN | dict(total_steps=15, learning_rate=3e-4, num_eval=150, eval_every=0, eval_samples=0)
+    out = script.main(script.Args(**flags, device="cpu"))
+    before, after = lines(out)[0], lines(out)[-1]
+    print(before, after)
+    assert before["eval/greedy"] < 0.5 and after["eval/greedy"] > before["eval/greedy"] + 0.2
+
+
+# ---- self-checks ----
+
+
+def test_self_check_names_what_is_broken(script, world, monkeypatch):
+    """A wrong temperature (B59, B115), wrong positions (B62) or another reference (B88) end the run before its first
+    update with a sentence; without the checks it runs on."""
+    logps, load_model, build = script.token_logps, script.load_model, script.build
+
+    def shifted(name):
+        tokenizer, model = load_model(name)
+        forward = model.forward
+        model.forward = lambda ids, position_ids, use_cache, **k: forward(
+            ids, position_ids=position_ids + (not use_cache), use_cache=use_cache, **k
+        )
+        return tokenizer, model
+
+    def other(*inputs):
+        tokenizer, model, reference = build(*inputs)
+        with reference() as frozen:
+            next(frozen.parameters()).data.mul_(1.5)
+        return tokenizer, model, reference
+
+    for name, broken, message in (
+        ("token_logps", lambda logits, tokens, _: logps(logits, tokens, 1.0), "sampled and as scored"),
+        ("load_model", shifted, "sampled and as scored"),
+        ("build", other, "the reference differs"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(script.module, name, broken)
+            with pytest.raises(script.UsageError, match=f"stopped at step 1: self-check: .*{message}"):
+                train(script, world, model="gpt2", kl_coef=0.1, run_name=name)
+            train(script, world, model="gpt2", kl_coef=0.1, run_name=name + "2", self_checks=False, total_steps=1)

@@ -1,0 +1,228 @@
+"""Time grpo_rlhf.py against TRL's GRPOTrainer: seconds a step and peak memory, in interleaved runs on one core.
+
+    python benchmarks/speed_grpo.py tiny --trl-python TRL/bin/python
+    python benchmarks/speed_grpo.py smollm2 --folder FOLDER --trl-python TRL/bin/python    # FOLDER: smollm2.py
+
+TRL: an environment as peer_trl.py tells. Both sides load one folder, draw the same prompts in the same order,
+stop at the same ids, and make as many optimiser updates of as many sequences. A round runs each contender once,
+in a process of its own; its number is the median time from one step's end to the next, the first two dropped
+(start-up, self-checks); reward, decoding and bookkeeping count, evaluation and saving do not. Ratios are paired
+by round. Contenders beside these two are ours without the shared prompt rows in the update (--row-tokens 0),
+without skipping what has advantage 0, and without both. The floor is the bare model on one micro-batch of the
+update's shape, a response a row: forward, and forward with backward.
+Writes results/speed/grpo-SETTING.json and prints a table.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+SETTINGS = {
+    "tiny": {"--steps": 25, "--num-prompts": 32, "--num-minibatches": 4, "--learning-rate": 1e-4,
+             "--dtype": "float32", "--reward": "exact"},
+    "smollm2": {"--steps": 6, "--num-prompts": 16, "--num-minibatches": 1, "--learning-rate": 1e-5,
+                "--dtype": "bfloat16", "--reward": "number"},
+}  # fmt: skip
+COMMON = {"--group-size": 8, "--max-new-tokens": 8, "--num-eval": 8}
+MICRO = {"tiny": 64, "smollm2": 32}  # sequences of a micro-batch, for TRL and for the floor
+PLAIN = {"--eval-samples": 0, "--eval-every": 0, "--save-every": 10**6, "--device": "cpu"}  # ours
+NAMES = {"ours": {}, "TRL": {}, "row a response": {"--row-tokens": 0}, "no skipping": {"skip": "no-skip"},
+         "neither": {"--row-tokens": 0, "skip": "no-skip"}}  # fmt: skip
+OURS = """
+import json, resource, sys, time
+import torch
+import grpo_rlhf as grpo
+out, skip, *flags = sys.argv[1:]
+torch.set_num_threads(1)
+if skip == "no-skip":  # too small to change a weight, but not zero
+    advantages = grpo.group_advantages
+    grpo.group_advantages = lambda *given: (found := advantages(*given)).where(found != 0, 1e-20)
+write, ends, lines, peak = grpo.write_metrics, [], [], []
+def noted(path, step, metrics):
+    write(path, step, metrics)
+    ends.append(time.perf_counter())
+    lines.append(metrics)
+    peak.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+grpo.write_metrics = noted
+grpo.main(grpo.parse_args(flags))
+ends, lines = ends[1:-1], lines[1:-1]  # an evaluation is in the first and in the last
+result = {"seconds": [after - before for before, after in zip(ends, ends[1:])], "peak_mb": round(peak[-2], 1)}
+names = {"reward": "charts/reward", "length": "charts/response_length", "flat": "charts/flat_groups",
+         "rollout": "time/rollout", "score": "time/score", "update": "time/update"}
+result |= {key: [metrics[name] for metrics in lines] for key, name in names.items()}
+result["versions"] = {name: sys.modules[name].__version__ for name in ("torch", "transformers")}
+open(out, "w").write(json.dumps(result))
+"""
+FLOOR = """
+import json, sys, time
+import torch
+import grpo_rlhf as grpo
+out, model, dataset, dtype, rows, new = sys.argv[1:]
+torch.set_num_threads(1)
+tokenizer, model = grpo.load_model(model)
+prompts = [grpo.encode(tokenizer, row["prompt"], True) for row in grpo.load_rows(dataset, 0, 0)[:256]]
+width, new = max(map(len, prompts)), int(new)
+ids = torch.randint(3, model.config.vocab_size, (int(rows), width + new - 1))
+def forward():
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
+        logits = model(ids, use_cache=False, logits_to_keep=torch.arange(width - 1, width + new - 1)).logits
+    return grpo.token_logps(logits, ids[:, -new:], 1.0).sum()
+def both():
+    model.zero_grad()
+    forward().backward()
+def timed(function, repeats=5):
+    seconds = []
+    for _ in range(repeats + 1):
+        start = time.perf_counter()
+        function()
+        seconds.append(time.perf_counter() - start)
+    return sorted(seconds[1:])[repeats // 2]
+result = {"rows": int(rows), "width": ids.shape[1], "both": timed(both)}
+with torch.no_grad():
+    result["forward"] = timed(forward)
+open(out, "w").write(json.dumps(result))
+"""
+TINY = """
+import json, sys
+import numpy as np, torch
+import grpo_rlhf as grpo
+torch.manual_seed(1)
+rng, tokenizer = np.random.default_rng(1), grpo.digit_tokenizer()
+model, rows = grpo.tiny_model(tokenizer), grpo.sort_rows(25_000, rng)
+grpo.supervised_start(model, tokenizer, rows, rng)
+for part in (model, tokenizer):
+    part.save_pretrained(sys.argv[1] + "/model")
+with open(sys.argv[1] + "/train.jsonl", "w") as file:
+    file.writelines(json.dumps(row) + "\\n" for row in rows)
+"""
+
+
+def call(command: list, scratch: Path) -> None:
+    """Run it on this process's core; the parent stays small, as a child's peak starts from its parent's."""
+    env = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TQDM_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
+    env["PYTHONPATH"] = str(HERE.parent)
+    command = [str(part) for part in command]
+    done = subprocess.run(command, cwd=scratch, env=os.environ | env, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"speed_grpo.py: {command[:2]} ended with {done.returncode}: {done.stderr.strip()[-500:]}")
+
+
+def command(name: str, args, folder: Path, out: Path, seed: int) -> list:
+    """What runs a contender; ours makes one step more, as its last one evaluates."""
+    flags = SETTINGS[args.setting] | COMMON | {"--seed": seed}
+    flags |= {"--model": folder / "model", "--dataset": folder / "train.jsonl"}
+    steps, newline = args.steps or flags["--steps"], args.setting == "smollm2"
+    if name == "TRL":
+        flags |= {"--steps": steps, "--micro-batch": MICRO[args.setting], "--out": out}
+        start = [args.trl_python, HERE / "peer_trl.py", *["--stop-newline"] * newline]
+    else:
+        del flags["--steps"]
+        flags |= PLAIN | {"--total-steps": steps + 1} | ({"--stop": "\\n"} if newline else {}) | NAMES[name]
+        start = [sys.executable, "-c", OURS, out, flags.pop("skip", "skip")]
+    return [*start, *(part for pair in flags.items() for part in pair)]
+
+
+def summary(rounds: list[dict], floor: dict, setting: dict) -> dict:
+    """Medians over the rounds of a contender; ratios of its time to that of ours, paired by round."""
+    result, sequences = {}, setting["--num-prompts"] * COMMON["--group-size"]
+    for name in rounds[0]:
+        runs = [contenders[name] for contenders in rounds]
+        seconds = [statistics.median(run["seconds"][1:]) for run in runs]
+        ratios = [s / statistics.median(r["ours"]["seconds"][1:]) for s, r in zip(seconds, rounds)]
+        row = {"seconds": statistics.median(seconds), "over_ours": statistics.median(ratios)}
+        row |= {"range": [min(ratios), max(ratios)], "peak_mb": statistics.median(r["peak_mb"] for r in runs)}
+        for key in ("length", "reward", "flat", "rollout", "score", "update"):
+            if key in runs[0]:
+                row[key] = statistics.median(statistics.mean(run[key][2:]) for run in runs)
+        if "update" in row:  # the learning of as many sequences, by the bare model
+            passes = floor["both"] + floor["forward"] * (setting["--num-minibatches"] > 1)
+            used = sequences if NAMES[name].get("skip") else sequences * (1 - row["flat"])
+            row["learn_tps"] = used * row["length"] / (row["update"] + row["score"])
+            row["floor_tps"] = floor["rows"] * row["length"] / passes
+        result[name] = row
+    return result
+
+
+def show(table: dict) -> None:
+    print(f"{'':15} {'s a step':>8} {'/ ours':>17} {'peak MB':>8} {'tokens':>6} {'flat':>5} "
+          f"{'generate':>9} {'learn':>6} {'learn tok/s':>11} {'bare':>6}")  # fmt: skip
+    for name, row in table.items():
+        ratio = "{:.2f} ({:.2f}-{:.2f})".format(row["over_ours"], *row["range"])
+        line = f"{name:15} {row['seconds']:8.2f} {ratio:>17} {row['peak_mb']:8.0f} {row['length']:6.2f} "
+        line += f"{row['flat']:5.2f}"
+        if "update" in row:
+            line += f" {row['rollout']:9.2f} {row['update'] + row['score']:6.2f}"
+            line += f" {row['learn_tps']:11.0f} {row['floor_tps']:6.0f}"
+        print(line)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("setting", choices=SETTINGS)
+    parser.add_argument("--trl-python", default="python", help="of an environment with TRL")
+    parser.add_argument("--folder", type=Path, help="what benchmarks/smollm2.py made")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, help="of a run, 4 at least")
+    parser.add_argument(
+        "--only", nargs="+", choices=NAMES, default=list(NAMES), help="contenders beside ours"
+    )
+    parser.add_argument("--core", type=int, default=max(os.sched_getaffinity(0)))
+    parser.add_argument("--results", type=Path, default=HERE / "results", help="folder of the results")
+    args = parser.parse_args()
+    if args.rounds < 1 or args.steps is not None and args.steps < 4:
+        sys.exit("speed_grpo.py: --rounds must be at least 1 and --steps at least 4")
+    if (args.setting == "smollm2") != (args.folder is not None):
+        sys.exit("speed_grpo.py: smollm2 needs --folder, tiny makes its own")
+    if shutil.which(args.trl_python) is None:
+        sys.exit(f"speed_grpo.py: there is no interpreter {args.trl_python}")
+    args.trl_python = os.path.abspath(shutil.which(args.trl_python))
+    return args
+
+
+def main():
+    args = parse()
+    os.sched_setaffinity(0, {args.core})  # inherited by every run
+    cpu = Path("/proc/cpuinfo").read_text().partition("model name\t: ")[2].partition("\n")[0]
+    found = {"setting": args.setting, "cpu": cpu or platform.machine(), "load_average": [os.getloadavg()[0]]}
+    found["sha256"] = {name: hashlib.sha256((HERE / name).read_bytes()).hexdigest()
+                       for name in ("../grpo_rlhf.py", "peer_trl.py", "speed_grpo.py")}  # fmt: skip
+    setting, rounds = SETTINGS[args.setting], []
+    names = [name for name in NAMES if name == "ours" or name in args.only]
+    with tempfile.TemporaryDirectory() as scratch:
+        scratch = Path(scratch)
+        out, folder = scratch / "out.json", scratch if args.folder is None else args.folder.resolve()
+        if args.folder is None:
+            call([sys.executable, "-c", TINY, scratch], scratch)
+        bare = [folder / "model", folder / "train.jsonl", setting["--dtype"], MICRO[args.setting]]
+        call([sys.executable, "-c", FLOOR, out, *bare, COMMON["--max-new-tokens"]], scratch)
+        found["floor"] = json.loads(out.read_text())
+        lines = {name: command(name, args, Path("FOLDER"), Path("OUT"), 1) for name in names}
+        found["commands"] = {name: " ".join(["python", *("OURS" if part == OURS else str(part) for part in
+                             line[1:])]).replace(f"{HERE}/", "") for name, line in lines.items()}  # fmt: skip
+        for seed in range(1, args.rounds + 1):
+            rounds.append({})
+            for name in names:
+                call(command(name, args, folder, out, seed), scratch)
+                rounds[-1][name] = json.loads(out.read_text())
+                found.setdefault("versions", {}).setdefault(name, rounds[-1][name].pop("versions", {}))
+                seconds = statistics.median(rounds[-1][name]["seconds"][1:])
+                print(f"round {seed}, {name}: {seconds:.2f} s a step", flush=True)
+            found["load_average"].append(os.getloadavg()[0])
+    found |= {"summary": summary(rounds, found["floor"], setting), "rounds": rounds}
+    path = args.results / "speed" / f"grpo-{args.setting}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(found, indent=1) + "\n")
+    show(found["summary"])
+
+
+if __name__ == "__main__":
+    main()
