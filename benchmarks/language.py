@@ -45,10 +45,10 @@ def load(folder: Path, completions=False) -> list[dict]:
     return sorted(runs, key=lambda run: run["seed"])
 
 
-def extent(values: list[float], form: str) -> str:
-    """The value of one seed; mean and range of several."""
-    text = f"{np.mean(values):{form}}"
-    return text + (f" ({min(values):{form}} to {max(values):{form}})" if len(values) > 1 else "")
+def extent(values: list[float], form=".0f") -> str:
+    """Mean and range, or the one value that all seeds have."""
+    mean, low, high = (f"{statistic(values):{form}}" for statistic in (np.mean, min, max))
+    return mean if low == high else f"{mean} ({low} to {high})"
 
 
 def change(pairs: list[tuple], form=".3f") -> str:
@@ -57,20 +57,22 @@ def change(pairs: list[tuple], form=".3f") -> str:
     return " → ".join(extent(values, form) for values in zip(*known)) or "-"
 
 
-def by_seed(header: list[str], runs: list[dict], cells) -> str:
-    """A row a seed, and one of all if they are several; `cells` makes those of a list of runs."""
-    rows = [[str(run["seed"]), *cells([run])] for run in runs]
-    return markdown(["seed", *header], rows + [["mean (range)", *cells(runs)]] * (len(runs) > 1))
+def by_seed(runs: list[dict], columns: dict) -> str:
+    """A row a seed, and one of all if they are several; `columns`: name -> what makes values a text."""
+    groups = {str(run["seed"]): [run] for run in runs} | ({"mean (range)": runs} if len(runs) > 1 else {})
+    rows = [[key, *(text([run[name] for run in group]) for name, text in columns.items())]
+            for key, group in groups.items()]  # fmt: skip
+    return markdown(["seed", *columns], rows)
 
 
 def sort_table(results: Path, script: str) -> str:
-    def cells(runs):
-        ends = [[run[name][1][[0, -1]] for run in runs if run[name].size] for name in EVALUATIONS]
-        steps = sorted({f"{run['step'][1][-1]:.0f}" for run in runs})
-        return [*map(change, ends), " or ".join(steps), extent([run["seconds"] for run in runs], ".0f")]
-
-    header = [f"{name}, before → after" for name in EVALUATIONS.values()]
-    return by_seed([*header, "steps", "seconds"], load(results / script / "sort"), cells)
+    columns = {f"{name}, before → after": change for name in EVALUATIONS.values()}
+    runs = load(results / script / "sort")
+    for run in runs:
+        values = [run[name][1] for name in EVALUATIONS]
+        run |= zip(columns, [x[[0, -1]] if x.size else (np.nan, np.nan) for x in values])
+        run["steps"] = run["step"][1][-1]
+    return by_seed(runs, columns | {"steps": extent, "seconds": extent})
 
 
 def paired(before: np.ndarray, after: np.ndarray) -> tuple[float, float, float, float]:
@@ -83,7 +85,7 @@ def paired(before: np.ndarray, after: np.ndarray) -> tuple[float, float, float, 
 
 
 def judge(run: dict) -> dict:
-    """Of a run of chain_sum: n, the paired difference and, under "parts", what it consists of."""
+    """Of a run of chain_sum, what its tables show: numbers and (before, after)."""
     steps = sorted({int(row["step"]) for row in run["said"]})
     ends = [[row for row in run["said"] if int(row["step"]) == step] for step in steps]
     answers = [[row["answer"] for row in rows] for rows in ends]
@@ -93,39 +95,34 @@ def judge(run: dict) -> dict:
         [(float(row["reward"] or 0) >= 1, row["completion"].strip() == row["answer"].strip(),
           re.fullmatch(r"\s*-?[0-9]+\s*", row["completion"]) is not None) for row in rows] for rows in ends
     ]).transpose(2, 0, 1)  # fmt: skip
-    test = data()[1][: len(answers[0])]  # tells the digits, if these are its problems
-    digits = np.array([row["digits"] if answers[0] == [x["answer"] for x in test] else 0 for row in test])
-    parts = {"exactly the answer": strict.mean(1), "a bare integer": bare.mean(1)}
-    chosen = {"bare both times": bare.all(0), "1 digit": digits == 1, "2 digits": digits == 2}
-    for name, which in chosen.items():
-        parts[f"accuracy, {name}"] = right[:, which].mean(1) if which.any() else (np.nan, np.nan)
+    n, always, test = len(answers[0]), bare.all(0), data()[1]
+    known = answers[0] == [row["answer"] for row in test[:n]]  # the problems of smollm2.py: these have digits
+    digits = np.array([row["digits"] for row in test[:n]] if known else [0] * n)
+    found = {"seed": run["seed"], "n": n, "n of these": always.sum(), "exactly the answer": strict.mean(1)}
+    *found["difference [95 %]"], found["McNemar p"] = paired(*right)
+    found |= {"accuracy, before → after": right.mean(1), "a bare integer": bare.mean(1)}
+    for name, chosen in {"bare both times": always, "1 digit": digits == 1, "2 digits": digits == 2}.items():
+        found[f"accuracy, {name}"] = right[:, chosen].mean(1) if chosen.any() else (np.nan, np.nan)
     for name, column in {"tokens": "charts/response_length", "entropy": "losses/entropy"}.items():
-        values = run[column][1]  # of the sampled responses, over the first and the last tenth of the run
-        tenth = -(-len(values) // 10)
-        parts[f"{name}, sampled"] = values[:tenth].mean(), values[-tenth:].mean()
-    counts = {"n": right.shape[1], "bare": int(bare.all(0).sum())}
-    return counts | {"seed": run["seed"], "right": right.mean(1), "paired": paired(*right), "parts": parts}
+        tenths = np.array_split(run[column][1], min(10, run[column][1].size))  # of the run: responses sampled
+        found[f"{name}, sampled"] = tenths[0].mean(), tenths[-1].mean()
+    return found
+
+
+def difference(found: list[tuple]) -> str:
+    interval = f" [{found[0][1]:+.3f}, {found[0][2]:+.3f}]" if len(found) == 1 else ""
+    return extent([x[0] for x in found], "+.3f") + interval
 
 
 def smollm2_table(results: Path, script: str) -> str:
     """Two tables: the difference, and its parts. The seeds share their prompts: no test over all of them."""
     runs = [judge(run) for run in load(results / script / "chain_sum", completions=True)]
-
-    def total(runs):
-        difference, low, high, p = zip(*(run["paired"] for run in runs))
-        interval, most = ("", "≤ ") if len(runs) > 1 else (f" [{low[0]:+.3f}, {high[0]:+.3f}]", "")
-        cells = [extent(difference, "+.3f") + interval, f"{most}{max(p):.2g}"]
-        return [extent([run["n"] for run in runs], ".0f"), change([run["right"] for run in runs]), *cells]
-
-    def parts(runs):
-        cells = [change([run["parts"][name] for run in runs]) for name in runs[0]["parts"]]
-        return [*cells[:3], extent([run["bare"] for run in runs], ".0f"), *cells[3:]]
-
-    if not runs:
-        return markdown([], [])
-    names = list(runs[0]["parts"])
-    header = ["n", "accuracy, before → after", "difference [95 %]", "McNemar p"]
-    return f"{by_seed(header, runs, total)}\n{by_seed([*names[:3], 'n of these', *names[3:]], runs, parts)}"
+    total = {"n": extent, "accuracy, before → after": change, "difference [95 %]": difference}
+    total["McNemar p"] = lambda values: f"{'≤ ' * (len(values) > 1)}{max(values):.2g}"
+    names = "exactly the answer|a bare integer|accuracy, bare both times|n of these|accuracy, 1 digit|"
+    names += "accuracy, 2 digits|tokens, sampled|entropy, sampled"
+    parts = dict.fromkeys(names.split("|"), change) | {"n of these": extent}
+    return by_seed(runs, total) + ("\n" + by_seed(runs, parts) if runs else "")
 
 
 def speed_table(results: Path, script: str) -> str:
@@ -134,17 +131,16 @@ def speed_table(results: Path, script: str) -> str:
     for path in sorted((results / "speed").glob(f"{script.removesuffix('_rlhf')}-*.json")):
         found = json.loads(path.read_text())
         for name, r in found["summary"].items():
-            ratio = f"{r['over_ours']:.2f} ({r['range'][0]:.2f} to {r['range'][1]:.2f})"
-            cells = [f"{r['seconds']:.2f}", ratio, f"{r['peak_mb']:.0f}", *["-"] * 4]
+            ratio = "{:.2f} ({:.2f} to {:.2f})".format(r["over_ours"], *r["over_ours_range"])
+            cells = [f"{r['seconds']:.2f}", f"{r['cpu']:.2f}", ratio, f"{r['peak_mb']:.0f}", "-", "-", "-"]
             if "update" in r:
-                cells[3:5] = [f"{x:.2f}" for x in (r["rollout"], r["score"] + r["update"])]
-                cells[5:] = [f"{r[key]:.0f}" for key in ("learn_tps", "floor_tps")]
+                cells[4:] = [f"{r['rollout']:.2f}", f"{r['score'] + r['update']:.2f}"]
+                cells.append(f"{r['learn_tps']:.0f} / {r['floor_tps']:.0f}")
             rows.append([found["setting"], name, *cells])
-        notes += f"\n{found['setting']}: medians of {len(found['rounds'])} interleaved rounds, one core"
-        notes += f" ({found['cpu']}).\n"
-    header = ["setting", "", "s a step", "its time / ours (range)", "peak memory, MB", "generating, s"]
-    header += ["learning, s", "learning, tokens/s", "the same by the bare model, tokens/s"]
-    return markdown(header, rows) + notes
+        rounds, cpu = len(found["rounds"]), found["cpu"]
+        notes += f"\n{found['setting']}: medians of {rounds} interleaved rounds, one core ({cpu}).\n"
+    header = "setting||s a step|CPU s|its CPU time / ours (range)|peak memory, MB|generating, s|learning, s"
+    return markdown([*header.split("|"), "learning / bare model, tokens/s"], rows) + notes
 
 
 def band(axis, runs: list[dict], name: str, color: str, label: str) -> None:
@@ -174,7 +170,7 @@ def smollm2_panels(runs: list[dict], axis) -> None:
         steps = steps + (place - (len(runs) - 1) / 2) * steps[-1] / 150
         label = "held-out, greedy ± standard error" if place == 0 else None
         axis.errorbar(steps, share, error, fmt="o", ms=3, lw=1, color="C1", label=label)
-    axis.set(title=f"SmolLM2-135M, chain_sum, {len(runs)} seeds", ylabel="accuracy")
+    axis.set(title=f"SmolLM2-135M, sums, {len(runs)} seeds", ylabel="accuracy")
 
 
 def curves(script: str, task: str, count: int, draw, results: Path, path: Path) -> bool:

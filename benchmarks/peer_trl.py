@@ -9,7 +9,7 @@ A step is a generation batch of prompts x group sequences and --num-minibatches 
 prompts are those of grpo_rlhf.py, step by step and token by token; the stop ids too (TRL stops at, and masks
 after, all ids of the model's generation config). What differs in kind: TRL's samples are shuffled one by one,
 ours by groups; TRL generates with the trained weights (under autocast), ours with a bfloat16 copy.
-Writes the wall seconds between the ends of steps, rewards, lengths, peak memory and versions.
+Writes the wall and CPU seconds between the ends of steps, rewards, lengths, peak memory and versions.
 """
 
 import argparse
@@ -46,7 +46,7 @@ class Clock(transformers.TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step % self.updates == 0:
-            self.ends.append(time.perf_counter())
+            self.ends.append((time.perf_counter(), time.process_time()))
             self.peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
     def on_log(self, args, state, control, logs=None, **kwargs):
@@ -84,9 +84,10 @@ def config(args, folder: str) -> GRPOConfig:
         output_dir=folder, max_steps=args.steps * args.num_minibatches, seed=args.seed, use_cpu=True,
         per_device_train_batch_size=micro, gradient_accumulation_steps=update // micro,
         steps_per_generation=sequences // micro, num_generations=args.group_size, shuffle_dataset=False,
-        max_completion_length=args.max_new_tokens, temperature=1.0, top_p=1.0, top_k=0, repetition_penalty=1.0,
-        beta=0.0, loss_type="dapo", epsilon=0.2, epsilon_high=0.28, scale_rewards="group", num_iterations=1,
-        learning_rate=args.learning_rate, lr_scheduler_type="constant_with_warmup",
+        max_completion_length=args.max_new_tokens, temperature=1.0, top_p=1.0, top_k=0,
+        repetition_penalty=1.0, beta=0.0, loss_type="dapo", epsilon=0.2, epsilon_high=0.28,
+        scale_rewards="group", num_iterations=1, learning_rate=args.learning_rate,
+        lr_scheduler_type="constant_with_warmup",
         warmup_steps=5 * args.num_minibatches, adam_beta1=0.9, adam_beta2=0.99, weight_decay=0.0,
         max_grad_norm=1.0, bf16=args.dtype == "bfloat16", gradient_checkpointing=False, save_strategy="no",
         eval_strategy="no", report_to="none", logging_steps=args.num_minibatches, disable_tqdm=True,
@@ -132,15 +133,17 @@ def main():
             cProfile.runctx("trainer.train()", {}, {"trainer": trainer}, str(args.profile))
         else:
             trainer.train()
-    seconds = [after - before for before, after in zip(clock.ends, clock.ends[1:])]
+    seconds, cpu = ([b - a for a, b in zip(ends, ends[1:])] for ends in zip(*clock.ends))
     columns = {"reward": "reward", "length": "completions/mean_length", "flat": "frac_reward_zero_std"}
-    result = {"seconds": seconds, "peak_mb": round(clock.peak, 1)}
+    result = {"seconds": seconds, "cpu": cpu, "peak_mb": round(clock.peak, 1)}
     result |= {key: [log[name] for log in clock.logs] for key, name in columns.items()}
     result["versions"] = {"python": platform.python_version()}
     result["versions"] |= {name: importlib.metadata.version(name) for name in PACKAGES}
     args.out.write_text(json.dumps(result) + "\n")
-    for step, values in enumerate(zip(seconds, result["reward"][1:], result["length"][1:]), 2):
-        print("step {}: {:.2f} s, reward {:.3f}, {:.2f} tokens a response".format(step, *values))
+    for step, values in enumerate(zip(seconds, cpu, result["reward"][1:], result["length"][1:]), 2):
+        print(
+            "step {}: {:.2f} s (CPU {:.2f} s), reward {:.3f}, {:.2f} tokens a response".format(step, *values)
+        )
 
 
 if __name__ == "__main__":

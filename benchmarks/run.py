@@ -5,7 +5,7 @@
     python benchmarks/run.py grpo_rlhf.py --tasks sort
 
 Everything after `--` goes to the script. A task is the script's --env-id; for a script without that flag it
-only names the folder of the results, and the completions of the first and last evaluation are kept beside them.
+only names the folder of the results, and the completions of the first and last evaluation are kept too.
 A finished run is not repeated; a failed one is named at the end. Results:
 benchmarks/results/<script>/<task>/<variant->seed<k>.csv, and .json with flags, versions, file hash.
 """
@@ -82,8 +82,9 @@ def write_csv(path: Path, columns, rows: list[dict]) -> None:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(columns)
         for row in rows:
-            values = (row.get(c) for c in columns)
-            writer.writerow("" if v is None else f"{v:.6g}" if isinstance(v, float) else v for v in values)
+            values = ("" if row.get(c) is None else row[c] for c in columns)
+            values = (f"{v:.6g}" if isinstance(v, float) else str(v) for v in values)
+            writer.writerow(v.replace("\r", "\\r") for v in values)  # csv does not quote it
 
 
 def main():

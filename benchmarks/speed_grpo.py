@@ -1,15 +1,17 @@
-"""Time grpo_rlhf.py against TRL's GRPOTrainer: seconds a step and peak memory, in interleaved runs on one core.
+"""Time grpo_rlhf.py against TRL's GRPOTrainer: seconds a step and peak memory, interleaved, on one core.
 
     python benchmarks/speed_grpo.py tiny --trl-python TRL/bin/python
-    python benchmarks/speed_grpo.py smollm2 --folder FOLDER --trl-python TRL/bin/python    # FOLDER: smollm2.py
+    python benchmarks/speed_grpo.py smollm2 --folder FOLDER --trl-python TRL/bin/python
 
-TRL: an environment as peer_trl.py tells. Both sides load one folder, draw the same prompts in the same order,
-stop at the same ids, and make as many optimiser updates of as many sequences. A round runs each contender once,
-in a process of its own; its number is the median time from one step's end to the next, the first two dropped
-(start-up, self-checks); reward, decoding and bookkeeping count, evaluation and saving do not. Ratios are paired
-by round. Contenders beside these two are ours without the shared prompt rows in the update (--row-tokens 0),
-without skipping what has advantage 0, and without both. The floor is the bare model on one micro-batch of the
-update's shape, a response a row: forward, and forward with backward.
+TRL is an environment as peer_trl.py tells, FOLDER what smollm2.py makes. Both sides load one folder, draw the
+same prompts in the same order, stop at the same ids, and make as many optimiser updates of as many sequences.
+A round runs each contender once, in a process of its own, with the round as seed; its number is the median
+from one step's end to the next, the first two dropped (start-up, self-checks): reward, decoding and logging
+count, evaluation and saving do not. Ratios are of CPU seconds, which hardly feel a busy machine, paired by
+round; on a quiet one they are wall seconds. The other contenders are ours with a row for each response in
+place of shared prompts (update only), without skipping what has advantage 0, and without both. "bare" is what
+the model alone reaches on padded rows of one response, forward and backward (and forward, for old
+log-probabilities, if there is more than one update); learn counts tokens of responses that were not skipped.
 Writes results/speed/grpo-SETTING.json and prints a table.
 """
 
@@ -49,13 +51,14 @@ if skip == "no-skip":  # too small to change a weight, but not zero
 write, ends, lines, peak = grpo.write_metrics, [], [], []
 def noted(path, step, metrics):
     write(path, step, metrics)
-    ends.append(time.perf_counter())
+    ends.append((time.perf_counter(), time.process_time()))
     lines.append(metrics)
     peak.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
 grpo.write_metrics = noted
 grpo.main(grpo.parse_args(flags))
 ends, lines = ends[1:-1], lines[1:-1]  # an evaluation is in the first and in the last
-result = {"seconds": [after - before for before, after in zip(ends, ends[1:])], "peak_mb": round(peak[-2], 1)}
+seconds, cpu = ([after - before for before, after in zip(x, x[1:])] for x in zip(*ends))
+result = {"seconds": seconds, "cpu": cpu, "peak_mb": round(peak[-2], 1)}
 names = {"reward": "charts/reward", "length": "charts/response_length", "flat": "charts/flat_groups",
          "rollout": "time/rollout", "score": "time/score", "update": "time/update"}
 result |= {key: [metrics[name] for metrics in lines] for key, name in names.items()}
@@ -82,9 +85,9 @@ def both():
 def timed(function, repeats=5):
     seconds = []
     for _ in range(repeats + 1):
-        start = time.perf_counter()
+        start = time.process_time()
         function()
-        seconds.append(time.perf_counter() - start)
+        seconds.append(time.process_time() - start)
     return sorted(seconds[1:])[repeats // 2]
 result = {"rows": int(rows), "width": ids.shape[1], "both": timed(both)}
 with torch.no_grad():
@@ -109,7 +112,7 @@ with open(sys.argv[1] + "/train.jsonl", "w") as file:
 def call(command: list, scratch: Path) -> None:
     """Run it on this process's core; the parent stays small, as a child's peak starts from its parent's."""
     env = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TQDM_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
-    env["PYTHONPATH"] = str(HERE.parent)
+    env["PYTHONPATH"] = str(scratch)  # holds a copy of grpo_rlhf.py: all runs see one version
     command = [str(part) for part in command]
     done = subprocess.run(command, cwd=scratch, env=os.environ | env, capture_output=True, text=True)
     if done.returncode:
@@ -131,34 +134,40 @@ def command(name: str, args, folder: Path, out: Path, seed: int) -> list:
     return [*start, *(part for pair in flags.items() for part in pair)]
 
 
+def typical(run: dict, key: str) -> float:
+    return statistics.median(run[key][1:])
+
+
 def summary(rounds: list[dict], floor: dict, setting: dict) -> dict:
     """Medians over the rounds of a contender; ratios of its time to that of ours, paired by round."""
     result, sequences = {}, setting["--num-prompts"] * COMMON["--group-size"]
     for name in rounds[0]:
         runs = [contenders[name] for contenders in rounds]
-        seconds = [statistics.median(run["seconds"][1:]) for run in runs]
-        ratios = [s / statistics.median(r["ours"]["seconds"][1:]) for s, r in zip(seconds, rounds)]
-        row = {"seconds": statistics.median(seconds), "over_ours": statistics.median(ratios)}
-        row |= {"range": [min(ratios), max(ratios)], "peak_mb": statistics.median(r["peak_mb"] for r in runs)}
+        row = {key: statistics.median(typical(run, key) for run in runs) for key in ("seconds", "cpu")}
+        for key, label in (("cpu", "over_ours"), ("seconds", "wall_over_ours")):
+            ratios = [typical(run, key) / typical(r["ours"], key) for run, r in zip(runs, rounds)]
+            row |= {label: statistics.median(ratios), f"{label}_range": [min(ratios), max(ratios)]}
+        row["peak_mb"] = statistics.median(run["peak_mb"] for run in runs)
         for key in ("length", "reward", "flat", "rollout", "score", "update"):
             if key in runs[0]:
                 row[key] = statistics.median(statistics.mean(run[key][2:]) for run in runs)
         if "update" in row:  # the learning of as many sequences, by the bare model
             passes = floor["both"] + floor["forward"] * (setting["--num-minibatches"] > 1)
             used = sequences if NAMES[name].get("skip") else sequences * (1 - row["flat"])
-            row["learn_tps"] = used * row["length"] / (row["update"] + row["score"])
+            busy = row["cpu"] / row["seconds"]  # the split is of wall seconds
+            row["learn_tps"] = used * row["length"] / (row["update"] + row["score"]) / busy
             row["floor_tps"] = floor["rows"] * row["length"] / passes
         result[name] = row
     return result
 
 
 def show(table: dict) -> None:
-    print(f"{'':15} {'s a step':>8} {'/ ours':>17} {'peak MB':>8} {'tokens':>6} {'flat':>5} "
+    print(f"{'':15} {'s a step':>8} {'CPU s':>6} {'/ ours':>17} {'peak MB':>8} {'tokens':>6} {'flat':>5} "
           f"{'generate':>9} {'learn':>6} {'learn tok/s':>11} {'bare':>6}")  # fmt: skip
     for name, row in table.items():
-        ratio = "{:.2f} ({:.2f}-{:.2f})".format(row["over_ours"], *row["range"])
-        line = f"{name:15} {row['seconds']:8.2f} {ratio:>17} {row['peak_mb']:8.0f} {row['length']:6.2f} "
-        line += f"{row['flat']:5.2f}"
+        ratio = "{:.2f} ({:.2f}-{:.2f})".format(row["over_ours"], *row["over_ours_range"])
+        line = f"{name:15} {row['seconds']:8.2f} {row['cpu']:6.2f} {ratio:>17} {row['peak_mb']:8.0f} "
+        line += f"{row['length']:6.2f} {row['flat']:5.2f}"
         if "update" in row:
             line += f" {row['rollout']:9.2f} {row['update'] + row['score']:6.2f}"
             line += f" {row['learn_tps']:11.0f} {row['floor_tps']:6.0f}"
@@ -172,9 +181,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, help="what benchmarks/smollm2.py made")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, help="of a run, 4 at least")
-    parser.add_argument(
-        "--only", nargs="+", choices=NAMES, default=list(NAMES), help="contenders beside ours"
-    )
+    parser.add_argument("--only", nargs="+", choices=NAMES, default=list(NAMES), help="beside ours")
     parser.add_argument("--core", type=int, default=max(os.sched_getaffinity(0)))
     parser.add_argument("--results", type=Path, default=HERE / "results", help="folder of the results")
     args = parser.parse_args()
@@ -199,6 +206,7 @@ def main():
     names = [name for name in NAMES if name == "ours" or name in args.only]
     with tempfile.TemporaryDirectory() as scratch:
         scratch = Path(scratch)
+        shutil.copy(HERE.parent / "grpo_rlhf.py", scratch)
         out, folder = scratch / "out.json", scratch if args.folder is None else args.folder.resolve()
         if args.folder is None:
             call([sys.executable, "-c", TINY, scratch], scratch)
@@ -214,8 +222,8 @@ def main():
                 call(command(name, args, folder, out, seed), scratch)
                 rounds[-1][name] = json.loads(out.read_text())
                 found.setdefault("versions", {}).setdefault(name, rounds[-1][name].pop("versions", {}))
-                seconds = statistics.median(rounds[-1][name]["seconds"][1:])
-                print(f"round {seed}, {name}: {seconds:.2f} s a step", flush=True)
+                cpu = typical(rounds[-1][name], "cpu")
+                print(f"round {seed}, {name}: {cpu:.2f} CPU seconds a step", flush=True)
             found["load_average"].append(os.getloadavg()[0])
     found |= {"summary": summary(rounds, found["floor"], setting), "rounds": rounds}
     path = args.results / "speed" / f"grpo-{args.setting}.json"
