@@ -35,6 +35,7 @@ Differs from TRL's GRPOTrainer and from the papers in:
 [D11] The first batch is checked: scored equal to sampled log-probabilities, KL to the reference exactly 0.
 """
 
+import argparse
 import collections
 import contextlib
 import copy
@@ -69,7 +70,7 @@ SCRIPT = "grpo_rlhf"
 
 
 class UsageError(ValueError):
-    """A fault of the command line, a file or a model, told in one sentence."""
+    """A fault of the command line, a file, an environment or a model, told in one sentence."""
 
 
 @dataclass
@@ -176,6 +177,8 @@ class Args:
             rule, holds = "must not be negative", 0 <= value < math.inf
             if name in natural.split():
                 rule, holds = "must be at least 1", value >= 1
+            elif name == "seed":
+                rule, holds = "must lie in [0, 2**63)", 0 <= value < 2**63
             elif name == "group_size":
                 rule, holds = "must be at least 2: a group of one has no baseline", value >= 2
             elif name in ("temperature", "learning_rate", "max_grad_norm", "importance_cap", "cispo_max"):
@@ -191,6 +194,10 @@ class Args:
             raise UsageError(f"--dataset {self.dataset} needs --model: the built-in model knows digits only")
         if self.model is not None and self.dataset is None:
             raise UsageError(f"--model {self.model} needs --dataset")
+        if self.model is None and self.lora_rank:
+            raise UsageError(
+                f"--lora-rank {self.lora_rank} needs --model: adapters cannot be loaded without it"
+            )
         if self.surrogate == "reinforce" and self.num_updates > 1:
             raise UsageError("--surrogate reinforce has no ratio: it needs one update epoch, one minibatch")
         if self.run_name is not None and Path(self.run_name).name != self.run_name:
@@ -233,7 +240,10 @@ PRESETS = {
 
 def parse_args(argv: list[str] | None = None) -> Args:
     """The command line over the preset, over the built-in task's settings if there is no --model."""
-    given = tyro.cli(Args, args=argv)
+    peek = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for flag in ("--model", "--resume", "--preset"):
+        peek.add_argument(flag, nargs="?")
+    given, _ = peek.parse_known_args(argv)
     defaults = BUILT_IN if given.model is None and given.resume is None else {}
     defaults = defaults | PRESETS.get(given.preset, {})
     return tyro.cli(Args, args=argv, default=Args(**defaults))
@@ -456,11 +466,19 @@ def load_model(name: str):
         model = transformers.AutoModelForCausalLM.from_pretrained(
             name, config=config, dtype=torch.float32, attn_implementation="sdpa"
         )
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except Exception as error:  # each file format has exceptions of its own
         where = "" if Path(name).is_dir() else ", which is no folder here,"
-        reason = str(error).strip().splitlines()[0]
+        reason = (str(error).strip() or repr(error)).splitlines()[0]
         raise UsageError(f"--model {name}{where} cannot be loaded: {reason}") from error
     return tokenizer, model
+
+
+def tokens_of(tokenizer, text: str, **settings) -> list[int]:
+    """Token ids of a text; some tokenizers have none for some texts."""
+    try:
+        return tokenizer(text, **settings).input_ids
+    except Exception as error:
+        raise UsageError(f"the tokenizer cannot take the text {text!r}: {error}") from error
 
 
 def stop_ids(tokenizer, model, stop: str | None) -> list[int]:
@@ -469,7 +487,7 @@ def stop_ids(tokenizer, model, stop: str | None) -> list[int]:
     known.append(getattr(model.generation_config, "eos_token_id", None))
     ids = {i for entry in known for i in (entry if isinstance(entry, list) else [entry]) if i is not None}
     if stop is not None:
-        extra = tokenizer(stop.replace("\\n", "\n"), add_special_tokens=False).input_ids
+        extra = tokens_of(tokenizer, stop.replace("\\n", "\n"), add_special_tokens=False)
         if len(extra) != 1:
             raise UsageError(f"--stop {stop!r} is {len(extra)} tokens of this tokenizer, not one")
         ids.update(extra)
@@ -548,10 +566,10 @@ def load_rows(source: str, count: int, seed: int) -> list[dict]:
         return [{"prompt": entry["question"], **entry} for entry in entries]
     rows = []
     try:
-        lines = Path(source).read_text().splitlines()
+        lines = Path(source).read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read {source}: {error}") from error
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(lines if lines[-1] else lines[:-1], 1):
         try:
             row = json.loads(line)
             rows.append(row | {"prompt": row["prompt"], "answer": row["answer"]})
@@ -567,7 +585,7 @@ def load_rows(source: str, count: int, seed: int) -> list[dict]:
 def encode(tokenizer, prompt, chat_template: bool) -> list[int]:
     """Token ids of a text or of chat messages; an assistant's last message is left open, to be continued."""
     if isinstance(prompt, str) and not (chat_template and tokenizer.chat_template):
-        ids = tokenizer(prompt).input_ids
+        ids = tokens_of(tokenizer, prompt)
         return ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] else ids  # some tokenizers close every text
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     try:
@@ -577,7 +595,7 @@ def encode(tokenizer, prompt, chat_template: bool) -> list[int]:
         )
     except Exception as error:  # templates raise what they like
         raise UsageError(f"the chat template cannot take the prompt {messages!r}: {error}") from error
-    return tokenizer(text, add_special_tokens=False).input_ids
+    return tokens_of(tokenizer, text, add_special_tokens=False)
 
 
 def last_number(text: str) -> fractions.Fraction | None:
@@ -656,8 +674,6 @@ def score_texts(functions: dict, prompts, completions, rows) -> torch.Tensor:
         if rewards.isinf().any():
             raise UsageError(f"--reward {name} returned an infinite reward")
         total += rewards
-    if total.isnan().all():
-        raise UsageError(f"--reward {'+'.join(functions)} scored none of {len(completions)} completions")
     return total
 
 
@@ -774,7 +790,7 @@ def respond(sampler, tokenizer, rows, copies, temperature, eos_ids, functions, g
     return out | {"entropies": entropies, "finished": stop.any(1)}, texts
 
 
-def rollout(sampler, tokenizer, rows, drawn, eos_ids, functions, generator, args):
+def sample_groups(sampler, tokenizer, rows, drawn, eos_ids, functions, generator, args):
     """A batch of groups as `respond` makes it, metrics of all that was sampled, number of rows drawn so far.
 
     Dynamic sampling (DAPO, eq. 11): rounds go on until there are enough groups that are not flat.
@@ -786,6 +802,8 @@ def rollout(sampler, tokenizer, rows, drawn, eos_ids, functions, generator, args
         new, texts = respond(
             sampler, tokenizer, chosen, args.group_size, args.temperature, eos_ids, functions, generator, args
         )
+        if new["rewards"].isnan().all():
+            raise UsageError(f"--reward {args.reward} scored none of {len(texts)} completions")
         length = new["mask"].sum(1)
         flat = flat_groups(new["rewards"], args.group_size)
         seen.append({
@@ -816,7 +834,7 @@ def rollout(sampler, tokenizer, rows, drawn, eos_ids, functions, generator, args
     return batch | {"prompts": prompts[:count]}, metrics, drawn
 
 
-def evaluate(sampler, tokenizer, rows, eos_ids, functions, args, device):
+def pass_rates(sampler, tokenizer, rows, eos_ids, functions, args, device):
     """Held-out prompts, the same random numbers each time: greedy accuracy, pass@1 and pass@k of samples.
 
     A completion passes with a reward of 1 or more. Returns metrics, and a record of each greedy completion.
@@ -835,6 +853,8 @@ def evaluate(sampler, tokenizer, rows, eos_ids, functions, args, device):
                 sampler, tokenizer, part, k, args.temperature, eos_ids, functions, generator, args
             )
             passed.append((drawn["rewards"] >= 1.0).view(-1, k))
+    if all(record["reward"] is None for record in records):
+        raise UsageError(f"--reward {args.reward} scored none of {len(records)} held-out completions")
     metrics = {"eval/greedy": float(np.mean([(record["reward"] or 0.0) >= 1.0 for record in records]))}
     if k:
         passed = torch.cat(passed).float()
@@ -845,18 +865,18 @@ def evaluate(sampler, tokenizer, rows, eos_ids, functions, args, device):
 # ---- 6. Update ---------------------------------------------------------------------------------------------
 
 
-def score(model, batch, rows, args):
-    """Log-probabilities of the responses in one micro-batch of `pack`, 0 outside the mask. -> (n, L).
+def lay_out(batch, rows, group_size):
+    """The inputs of one micro-batch of `pack`, and the (row, column) before each response token.
 
     A row is a prompt and then, one after another, responses to it, each at the positions after the prompt and
-    seeing the prompt and itself only [D2]. The logits of a token are those at the token before it.
+    seeing the prompt and itself only. [D2]
     """
     chosen, device = [i for row in rows for i in row], batch["tokens"].device
     mask, tokens = batch["mask"][chosen], batch["tokens"][chosen]
     texts = iter([ids[:n] for ids, n in zip(tokens.tolist(), mask.sum(1).tolist())])
     ids, positions, owners, places = [], [], [], []
     for number, row in enumerate(rows):
-        prompt = batch["prompts"][row[0] // args.group_size]
+        prompt = batch["prompts"][row[0] // group_size]
         ids.append(list(prompt))
         positions.append(list(range(len(prompt))))
         owners.append([0] * len(prompt))
@@ -870,19 +890,28 @@ def score(model, batch, rows, args):
     ids, owners = (
         torch.tensor([x + [0] * (width - len(x)) for x in y], device=device) for y in (ids, owners)
     )
+    furthest = max(map(max, positions))  # padding goes on from the row, within the model's positions
     positions = torch.tensor([x + list(range(len(x), width)) for x in positions], device=device)
+    positions = positions.clamp(max=furthest)
     sees = None  # one response a row, padded on the right: the model's own causal mask is enough
     if len(chosen) > len(rows):
         causal = torch.ones(width, width, dtype=torch.bool, device=device).tril()
         sees = causal & ((owners[:, None] == 0) | (owners[:, None] == owners[..., None]))
         sees = sees[:, None]  # (rows, 1, width, width)
-    row, column = torch.tensor(places, device=device).T
+    inputs = {"input_ids": ids, "attention_mask": sees, "position_ids": positions, "use_cache": False}
+    return inputs, *torch.tensor(places, device=device).T
+
+
+def score(model, batch, rows, args):
+    """Log-probabilities of the responses in one micro-batch of `pack`, 0 outside the mask. -> (n, L)."""
+    chosen = [i for row in rows for i in row]
+    mask, tokens = batch["mask"][chosen], batch["tokens"][chosen]
+    inputs, row, column = lay_out(batch, rows, args.group_size)
     columns, column = column.unique(return_inverse=True)
-    with torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bfloat16"):
-        out = model(ids, attention_mask=sees, position_ids=positions, use_cache=False, logits_to_keep=columns)
-    logits = out.logits[row, column]  # (tokens, V), of response tokens only [D3]
+    with torch.autocast(tokens.device.type, torch.bfloat16, enabled=args.dtype == "bfloat16"):
+        logits = model(**inputs, logits_to_keep=columns).logits[row, column]  # of response tokens only [D3]
     logps = token_logps(logits[None], tokens[mask][None], args.temperature)[0]
-    return torch.zeros(mask.shape, device=device).masked_scatter(mask, logps)
+    return torch.zeros(mask.shape, device=tokens.device).masked_scatter(mask, logps)
 
 
 def micro_batches(batch, samples, args):
@@ -946,7 +975,7 @@ def micro_batch_loss(model, batch, rows, counts, args):
     return loss, sums
 
 
-def update(model, optimizer, batch, generator, args):
+def update_policy(model, optimizer, batch, generator, args):
     """Epochs of optimiser steps on one batch, over minibatches of whole groups. Returns metrics."""
     sums, norms, members = collections.Counter(), [], torch.arange(args.group_size, device=generator.device)
     epochs = (
@@ -1103,6 +1132,11 @@ def main(args: Args) -> dict:
         for stream in (token_stream, shuffle_stream)
     )
     torch.manual_seed(args.seed)  # initial weights
+    if args.track:
+        try:
+            import wandb
+        except ImportError as error:
+            raise UsageError("--track needs: pip install wandb") from error
     rng = np.random.default_rng(prompt_stream)
     functions = load_rewards(args.reward)
     rows, held_out = load_task(args, rng)
@@ -1128,10 +1162,9 @@ def main(args: Args) -> dict:
         shuffle.set_state(state["shuffle"])
         for name in ("metrics.jsonl", "completions.jsonl"):
             lines = (folder / name).read_text().splitlines(keepends=True)
-            (folder / name).write_text("".join(x for x in lines if json.loads(x)["step"] <= first))
+            whole = [line for line in lines if line.endswith("\n")]
+            (folder / name).write_text("".join(x for x in whole if json.loads(x)["step"] <= first))
     if args.track:
-        import wandb
-
         settings = dict(name=folder.name, id=folder.name, resume="allow", config=vars(args))
         run = wandb.init(project=args.wandb_project_name, **settings)
     if args.preset:
@@ -1142,7 +1175,7 @@ def main(args: Args) -> dict:
 
     def look(step: int) -> dict:
         """Evaluate, keep the completions, show some."""
-        found, records = evaluate(sampler, tokenizer, held_out, eos_ids, functions, args, device)
+        found, records = pass_rates(sampler, tokenizer, held_out, eos_ids, functions, args, device)
         with open(folder / "completions.jsonl", "a") as file:
             file.writelines(json.dumps({"step": step, **record}) + "\n" for record in records)
         tqdm.write(f"step {step}: " + ", ".join(f"{name} {value:.3f}" for name, value in found.items()))
@@ -1153,13 +1186,13 @@ def main(args: Args) -> dict:
     with stop_signals() as stopped, tqdm(total=args.total_steps, initial=first, unit=" steps") as bar:
         if state is None:
             write_metrics(folder / "metrics.jsonl", 0, look(0))
-        for step in range(first + 1, args.total_steps + 1):
-            lr = args.learning_rate * min(1.0, step / max(args.warmup_steps, 1))
-            lr *= linear_schedule(step - 1, args.total_steps) if args.anneal_lr else 1.0
-            optimizer.param_groups[0]["lr"] = lr
-            begun = time.perf_counter()
-            try:
-                batch, charts, drawn = rollout(
+        try:
+            for step in range(first + 1, args.total_steps + 1):
+                lr = args.learning_rate * min(1.0, step / max(args.warmup_steps, 1))
+                lr *= linear_schedule(step - 1, args.total_steps) if args.anneal_lr else 1.0
+                optimizer.param_groups[0]["lr"] = lr
+                begun = time.perf_counter()
+                batch, charts, drawn = sample_groups(
                     sampler, tokenizer, rows, drawn, eos_ids, functions, generator, args
                 )
                 if step == 1 and args.self_checks and batch["prompts"]:
@@ -1167,48 +1200,48 @@ def main(args: Args) -> dict:
                 sampled = time.perf_counter()
                 prepare(model, reference, batch, args)
                 scored = time.perf_counter()
-                losses = update(model, optimizer, batch, shuffle, args)
+                losses = update_policy(model, optimizer, batch, shuffle, args)
                 ended = time.perf_counter()
-            except (FloatingPointError, UsageError) as error:
-                good = folder / "checkpoint.pt"
-                kept = f"{good}, step {load_checkpoint(good)['step']:,}" if good.exists() else "none yet"
-                text = f"stopped at step {step:,}: {error}; last good checkpoint: {kept}"
-                raise type(error)(text) from error
-            if sampler is not model:
-                bfloat16_copy(model, sampler)
+                if sampler is not model:
+                    bfloat16_copy(model, sampler)
 
-            metrics = (
-                losses
-                | charts
-                | {"charts/learning_rate": lr, "charts/TPS": charts["charts/tokens"] / (ended - begun)}
-            )
-            metrics |= {
-                "time/rollout": sampled - begun,
-                "time/score": scored - sampled,
-                "time/update": ended - scored,
-            }
-            flat_steps = flat_steps + 1 if charts["charts/flat_groups"] == 1 else 0
-            if flat_steps == 10:
-                tqdm.write("nothing is learnt: for 10 steps all rewards of each group were equal")
-            final = step == args.total_steps
-            if final or args.eval_every and step % args.eval_every == 0:
-                metrics |= look(step)
-            write_metrics(folder / "metrics.jsonl", step, metrics)
-            if run:
-                run.log(metrics, step=step)
-            shown = {"reward": f"{metrics['charts/reward']:.3f}", "tok/s": f"{metrics['charts/TPS']:.0f}"}
-            bar.set_postfix(shown, refresh=False)
-            bar.update()
-            if final or stopped or step % args.save_every == 0:
-                state = {"script": SCRIPT, "args": json.loads(json.dumps(vars(args), default=str))}
-                state |= {"step": step, "drawn": drawn, "tokens": generator.get_state()}
-                state |= {"shuffle": shuffle.get_state(), "optimizer": optimizer.state_dict()}
-                state["model"] = {name: p.detach() for name, p in trained.items()}
-                save_checkpoint(folder / "checkpoint.pt", state)
-            if stopped and not final:
-                bar.close()
-                print(f"stopped at step {step:,}; continue with: python {SCRIPT}.py --resume {folder}")
-                raise SystemExit(128 + stopped[0])
+                metrics = (
+                    losses
+                    | charts
+                    | {"charts/learning_rate": lr, "charts/TPS": charts["charts/tokens"] / (ended - begun)}
+                )
+                metrics |= {
+                    "time/rollout": sampled - begun,
+                    "time/score": scored - sampled,
+                    "time/update": ended - scored,
+                }
+                flat_steps = flat_steps + 1 if charts["charts/flat_groups"] == 1 else 0
+                if flat_steps == 10:
+                    tqdm.write("nothing is learnt: for 10 steps all rewards of each group were equal")
+                final = step == args.total_steps
+                if final or args.eval_every and step % args.eval_every == 0:
+                    metrics |= look(step)
+                write_metrics(folder / "metrics.jsonl", step, metrics)
+                if run:
+                    run.log(metrics, step=step)
+                shown = {"reward": f"{metrics['charts/reward']:.3f}", "tok/s": f"{metrics['charts/TPS']:.0f}"}
+                bar.set_postfix(shown, refresh=False)
+                bar.update()
+                if final or stopped or step % args.save_every == 0:
+                    state = {"script": SCRIPT, "args": json.loads(json.dumps(vars(args), default=str))}
+                    state |= {"step": step, "drawn": drawn, "tokens": generator.get_state()}
+                    state |= {"shuffle": shuffle.get_state(), "optimizer": optimizer.state_dict()}
+                    state["model"] = {name: p.detach() for name, p in trained.items()}
+                    save_checkpoint(folder / "checkpoint.pt", state)
+                if stopped and not final:
+                    bar.close()
+                    print(f"stopped at step {step:,}; continue with: python {SCRIPT}.py --resume {folder}")
+                    raise SystemExit(128 + stopped[0])
+        except (FloatingPointError, UsageError) as error:
+            good = folder / "checkpoint.pt"
+            kept = f"{good}, step {load_checkpoint(good)['step']:,}" if good.exists() else "none yet"
+            text = f"stopped at step {step:,}: {error}; last good checkpoint: {kept}"
+            raise type(error)(text) from error
     if run:
         run.finish()
     model.save_pretrained(folder / "model")

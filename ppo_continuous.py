@@ -60,7 +60,7 @@ SCRIPT = "ppo_continuous"
 
 
 class UsageError(ValueError):
-    """A fault of the command line, a file or an environment, told in one sentence."""
+    """A fault of the command line, a file, an environment or a model, told in one sentence."""
 
 
 @dataclass

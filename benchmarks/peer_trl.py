@@ -2,8 +2,8 @@
 
     python -m venv TRL && TRL/bin/pip install torch==2.13.0 transformers==5.24.0 trl==1.16.0 datasets tyro
     TRL/bin/python benchmarks/peer_trl.py --model FOLDER/model --dataset FOLDER/train.jsonl --reward number \\
-        --stop-newline --steps 6 --num-prompts 16 --group-size 8 --max-new-tokens 8 --num-minibatches 1 \\
-        --learning-rate 1e-5 --dtype bfloat16 --seed 1 --out trl.json
+        --no-chat-template --stop-newline --steps 6 --num-prompts 16 --group-size 8 --max-new-tokens 8 \\
+        --num-minibatches 1 --learning-rate 1e-5 --dtype bfloat16 --seed 1 --out trl.json
 
 A step is a generation batch of prompts x group sequences and --num-minibatches optimiser updates on it. The
 prompts are those of grpo_rlhf.py, step by step and token by token; the stop ids too (TRL stops at, and masks
@@ -64,7 +64,7 @@ def prompts(args, tokenizer) -> list[dict]:
     order = grpo.prompt_indices(0, args.steps * args.num_prompts, len(rows), args.seed)
     found = []
     for row in (rows[i] for i in order):
-        ids = grpo.encode(tokenizer, row["prompt"], chat_template=True)
+        ids = grpo.encode(tokenizer, row["prompt"], args.chat_template)
         text = tokenizer.decode(ids, skip_special_tokens=False)
         if tokenizer(text).input_ids != ids:
             sys.exit(f"peer_trl.py: TRL would see other tokens of the prompt {row['prompt']!r}")
@@ -99,6 +99,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", required=True, help="folder")
     parser.add_argument("--dataset", required=True, help=".jsonl of prompt and answer")
+    parser.add_argument("--chat-template", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--reward", default="exact", help="as --reward of grpo_rlhf.py, one name")
     parser.add_argument(
         "--stop-newline", action="store_true", help="the newline token ends a response as well"

@@ -72,7 +72,7 @@ import grpo_rlhf as grpo
 out, model, dataset, dtype, rows, new = sys.argv[1:]
 torch.set_num_threads(1)
 tokenizer, model = grpo.load_model(model)
-prompts = [grpo.encode(tokenizer, row["prompt"], True) for row in grpo.load_rows(dataset, 0, 0)[:256]]
+prompts = [grpo.encode(tokenizer, row["prompt"], False) for row in grpo.load_rows(dataset, 0, 0)[:256]]
 width, new = max(map(len, prompts)), int(new)
 ids = torch.randint(3, model.config.vocab_size, (int(rows), width + new - 1))
 def forward():
@@ -126,11 +126,11 @@ def command(name: str, args, folder: Path, out: Path, seed: int) -> list:
     steps, newline = args.steps or flags["--steps"], args.setting == "smollm2"
     if name == "TRL":
         flags |= {"--steps": steps, "--micro-batch": MICRO[args.setting], "--out": out}
-        start = [args.trl_python, HERE / "peer_trl.py", *["--stop-newline"] * newline]
+        start = [args.trl_python, HERE / "peer_trl.py", "--no-chat-template", *["--stop-newline"] * newline]
     else:
         del flags["--steps"]
         flags |= PLAIN | {"--total-steps": steps + 1} | ({"--stop": "\\n"} if newline else {}) | NAMES[name]
-        start = [sys.executable, "-c", OURS, out, flags.pop("skip", "skip")]
+        start = [sys.executable, "-c", OURS, out, flags.pop("skip", "skip"), "--no-chat-template"]
     return [*start, *(part for pair in flags.items() for part in pair)]
 
 
@@ -162,12 +162,12 @@ def summary(rounds: list[dict], floor: dict, setting: dict) -> dict:
 
 
 def show(table: dict) -> None:
-    print(f"{'':15} {'s a step':>8} {'CPU s':>6} {'/ ours':>17} {'peak MB':>8} {'tokens':>6} {'flat':>5} "
+    print(f"{'':15} {'s a step':>8} {'CPU s':>6} {'/ ours':>17} {'peak MB':>8} {'tokens':>6} {'reward':>6} {'flat':>5} "
           f"{'generate':>9} {'learn':>6} {'learn tok/s':>11} {'bare':>6}")  # fmt: skip
     for name, row in table.items():
         ratio = "{:.2f} ({:.2f}-{:.2f})".format(row["over_ours"], *row["over_ours_range"])
         line = f"{name:15} {row['seconds']:8.2f} {row['cpu']:6.2f} {ratio:>17} {row['peak_mb']:8.0f} "
-        line += f"{row['length']:6.2f} {row['flat']:5.2f}"
+        line += f"{row['length']:6.2f} {row['reward']:6.2f} {row['flat']:5.2f}"
         if "update" in row:
             line += f" {row['rollout']:9.2f} {row['update'] + row['score']:6.2f}"
             line += f" {row['learn_tps']:11.0f} {row['floor_tps']:6.0f}"

@@ -38,7 +38,7 @@ def write(prompts, completions, rewards):
             raise SystemExit(7)
     return rewards
 def quarters(texts):
-    return [sum(map(int, re.findall("[0-9]", text))) % 4 / 4 for text in texts]
+    return [sum(map(int, re.findall("[0-9]", text))) % 5 / 4 for text in texts]
 def digits(prompts, texts, rows):
     return write(prompts, texts, [0.5 if p[0] == "7" else r for p, r in zip(prompts, quarters(texts))])
 def few(prompts, texts, rows):
@@ -155,6 +155,19 @@ def record(script, monkeypatch):
     return start
 
 
+def inputs_of(events, name):
+    return [inputs for kind, inputs, _ in events if kind == name]
+
+
+def responses(groups):
+    """The samples of some groups of four."""
+    return [4 * int(g) + j for g in groups for j in range(4)]
+
+
+def close(a, b):
+    return a.shape == b.shape and (a - b).abs().max() < 1e-4
+
+
 def generator(seed=0):
     return torch.Generator().manual_seed(seed)
 
@@ -182,10 +195,10 @@ def plain(model, batch, i, temperature):
 
 def reference_advantages(rewards, size=4):
     out = []
-    for group in (rewards[i : i + size] for i in range(0, len(rewards), size)):
-        known = torch.tensor([r for r in group if r == r])
-        spread = known.std() if len(known) > 1 else 0.0
-        out += [((r - known.mean()) / (spread + 1e-4)).item() if r == r and spread > 0 else 0.0 for r in group]
+    for i in range(0, len(rewards), size):
+        known = torch.tensor([r for r in rewards[i : i + size] if r == r])
+        scale = 1 / (known.std() + 1e-4) if len(known) > 1 and known.std() > 0 else 0.0
+        out += [(r - known.mean().item()) * scale if r == r else 0.0 for r in rewards[i : i + size]]
     return torch.tensor(out)
 
 
@@ -208,8 +221,8 @@ def reference_loss(model, batch, samples, args):
         if "ref_logps" in batch and args.kl_form != "reward":
             d = batch["ref_logps"][i][keep] - logp
             loss = loss + args.kl_coef * (d.exp() - 1 - d) * pull
-        share = {"token": tokens, "sequence": len(samples) * len(logp), "constant": len(samples) * args.max_new_tokens}
-        total = total + loss.sum() / share[args.aggregation]
+        size = {"token": tokens / len(samples), "sequence": len(logp), "constant": args.max_new_tokens}
+        total = total + loss.sum() / (len(samples) * size[args.aggregation])
     return total
 
 
@@ -272,11 +285,11 @@ def test_greedy_responses_do_not_depend_on_the_batch(script, world, name):
 def test_every_stop_id_ends_a_response_and_is_trained(script, world, record, name, stop, stops):
     """All stop ids of tokenizer, model and --stop end a response; the stop token is in the mask, nothing after it, also
     where the padding token is the stop token (B68, B103, verl-project/verl #213, huggingface/trl #6357)."""
-    events = record("update", "surrogate")
+    events = record("update_policy", "surrogate")
     train(script, world, model=name, stop=stop, row_tokens=0, batch_tokens=1)
     texts = [text for _, texts, _ in seen() for text in texts]
     ended = set()
-    for batch in (inputs[2] for kind, inputs, _ in events if kind == "update"):
+    for batch in (inputs[2] for inputs in inputs_of(events, "update_policy")):
         for tokens, mask in zip(batch["tokens"].tolist(), batch["mask"]):
             response = cut(tokens[: SMALL["max_new_tokens"]], stops)
             assert mask.tolist() == [t < len(response) for t in range(len(tokens))]
@@ -285,8 +298,7 @@ def test_every_stop_id_ends_a_response_and_is_trained(script, world, record, nam
             names = ["", "<eos>", "=", *"0123456789"]  # <pad> is not shown
             assert texts.pop(0) == "".join(names[token] for token in shown)
     assert ended >= set(stops) and not texts
-    trained = [int(inputs[4].sum()) for kind, inputs, _ in events if kind == "surrogate"]
-    assert len(set(trained)) > 4
+    assert len({int(inputs[4].sum()) for inputs in inputs_of(events, "surrogate")}) > 4
 
 
 # ---- scoring and the gradient ----
@@ -294,18 +306,19 @@ def test_every_stop_id_ends_a_response_and_is_trained(script, world, record, nam
 
 def made_batch(script, world, name, **flags):
     """Random responses of random lengths with old, sampled and reference log-probabilities off the policy, one flat
-    group and one unscored response: what `update` works on, made without sampling."""
-    args = arguments(script, world, model=name, **{"max_new_tokens": 7, "max_grad_norm": 1e9, "update_epochs": 1, **flags})
+    group and one unscored response: what `update_policy` works on, made without sampling."""
+    flags = dict(max_new_tokens=7, max_grad_norm=1e9, update_epochs=1) | flags
+    args = arguments(script, world, model=name, **flags)
     tokenizer, model = load(script, world, name)
     g, shape = generator(3), (16, 7)
     lengths = torch.randint(1, 8, (16,), generator=g)
     tokens = torch.randint(2, 9, shape, generator=g)
     tokens[lengths < 7, lengths[lengths < 7] - 1] = 1
-    batch = {"mask": torch.arange(7) < lengths[:, None], "tokens": tokens, "rewards": torch.rand(16, generator=g)}
+    batch = {"mask": torch.arange(7) < lengths[:, None], "tokens": tokens}
     batch["prompts"] = [tokenizer(text).input_ids for text in ("3=", "7654321=", "616=6", "45=")]
     with torch.no_grad():
-        truth = torch.stack([torch.nn.functional.pad(x, (0, 7 - len(x))) for x in (
-            plain(model, batch, i, args.temperature) for i in range(16))])  # fmt: skip
+        rows = [plain(model, batch, i, args.temperature) for i in range(16)]
+    truth = torch.zeros(shape).masked_scatter(batch["mask"], torch.cat(rows))
     noise = lambda size: torch.randn(shape, generator=g) * size * batch["mask"]
     batch["old_logps"] = truth + noise(0.3)
     batch["sampled"] = batch["old_logps"] + noise(0.6)
@@ -324,20 +337,27 @@ def test_scores_are_those_of_unpadded_forwards(script, world, name):
     """No packing, padding, micro-batch, order or company changes a log-probability, nor does what stands behind the stop
     token (B59, B62, B64, B82, B85); the others are 0."""
     args, model, batch, truth = made_batch(script, world, name)
+    everyone = responses(range(4))
     prompt, response = batch["prompts"][1], batch["tokens"][6][batch["mask"][6]].tolist()
     every = brute(model, prompt, response, 0.7)
     assert_close(truth[6, : len(response)], every.gather(1, torch.tensor(response)[:, None])[:, 0].float())
     for args.row_tokens, args.batch_tokens in CUTS:
-        for samples in (list(range(16)), [1, 2, 6, 11], [15], []):
+        for samples in (everyone, [1, 2, 6, 11], [15], []):
             scored = script.score_all(model, batch, samples, args)
             kept = torch.zeros(16, 1).index_fill_(0, torch.tensor(samples, dtype=torch.long), 1.0)
             assert_close(scored, truth * kept, atol=2e-5, rtol=1e-5)
         junk = batch | {"tokens": torch.where(batch["mask"], batch["tokens"], 12)}
-        assert torch.equal(script.score_all(model, junk, list(range(16)), args), script.score_all(model, batch, list(range(16)), args))
-    order = torch.tensor([[8, 9, 10, 11], [0, 1, 2, 3], [12, 13, 14, 15], [4, 5, 6, 7]]).flatten()
+        assert_close(script.score_all(model, junk, everyone, args), truth, atol=2e-5, rtol=1e-5)
+    order = responses([2, 0, 3, 1])
     moved = {key: batch[key][order] for key in ("tokens", "mask", "sampled")}
     moved["prompts"] = [batch["prompts"][i] for i in (2, 0, 3, 1)]
-    assert_close(script.score_all(model, moved, list(range(16)), args), truth[order], atol=2e-5, rtol=1e-5)
+    assert_close(script.score_all(model, moved, everyone, args), truth[order], atol=2e-5, rtol=1e-5)
+
+
+def test_packed_rows_stay_within_the_positions(script, world):
+    """A row of many responses is longer than the model's table of positions, no position in it is, padding included."""
+    flags = dict(model="gpt2", group_size=64, row_tokens=1024, batch_tokens=8192, total_steps=1)
+    assert train(script, world, **flags)["losses/mismatch"] < 1e-5
 
 
 class Gradients:
@@ -373,12 +393,12 @@ def test_gradient_of_a_step_is_that_of_a_loop_over_responses(script, world, name
     expected = Gradients(model)
     for groups in script.minibatches(4, args.num_minibatches, generator(0)):
         expected.zero_grad()
-        reference_loss(model, batch, [4 * g + j for g in groups.tolist() for j in range(4)], args).backward()
+        reference_loss(model, batch, responses(groups), args).backward()
         expected.step()
     for args.row_tokens, args.batch_tokens in CUTS:
         for needed in (batch["needed"], torch.ones(16, dtype=torch.bool)):
             found = Gradients(model)
-            script.update(model, found, batch | {"needed": needed}, generator(0), args)
+            script.update_policy(model, found, batch | {"needed": needed}, generator(0), args)
             assert len(found.steps) == args.num_minibatches
             for a, b in zip(found.steps, expected.steps):
                 assert_close(a, b, atol=1e-5, rtol=1e-4)
@@ -386,19 +406,9 @@ def test_gradient_of_a_step_is_that_of_a_loop_over_responses(script, world, name
     args.gradient_checkpointing = True
     model.gradient_checkpointing_enable({"use_reentrant": False})
     found = Gradients(model)
-    script.update(model, found, batch, generator(0), args)
+    script.update_policy(model, found, batch, generator(0), args)
     assert_close(found.steps[0], expected.steps[0], atol=1e-5, rtol=1e-4)
     assert not model.training
-
-
-def test_no_influence_of_masked_tokens_on_the_gradient(script, world):
-    """NaN, inf or other tokens behind the stop token reach no gradient and no metric (B85, verl-project/verl #2377)."""
-    args, model, batch, _ = made_batch(script, world, "llama", kl_coef=0.1)
-    clean, dirty = Gradients(model), Gradients(model)
-    a = script.update(model, clean, batch, generator(), args)
-    batch = batch | {"tokens": torch.where(batch["mask"], batch["tokens"], 12)}
-    b = script.update(model, dirty, batch, generator(), args)
-    assert a == b and all(torch.equal(*pair) for pair in zip(clean.steps, dirty.steps))
 
 
 # ---- what the loop passes on ----
@@ -409,8 +419,7 @@ def acting_weights(events):
     starts = [i for i, event in enumerate(events) if event[0] == "prepare"]
     for first, last in zip(starts, [*starts[1:], len(events)]):
         part = events[first:last]
-        (batch,) = (inputs[2] for kind, inputs, _ in part if kind == "update")
-        yield events[first][1][0], batch, part
+        yield events[first][1][0], inputs_of(part, "update_policy")[0][2], part
 
 
 @pytest.mark.parametrize("advantage", ["grpo", "drgrpo"])
@@ -419,10 +428,10 @@ def test_every_response_learns_with_its_own_advantage(script, world, record, adv
     response, and the advantage is that of the rewards that the function gave it (B82, verl-project/verl #1440); the
     counts are those of the whole minibatch, flat groups included (B104, B107); the ratio is exactly 1 before the first
     optimiser step of a batch and moves afterwards (B112, B113, huggingface/trl #3493)."""
-    events = record("prepare", "update", "surrogate", "aggregate")
+    events = record("prepare", "update_policy", "surrogate", "aggregate")
     train(script, world, advantage=advantage, total_steps=4, learning_rate=1e-2)
     flat_ones = 0
-    for (model, batch, part), (_, texts, rewards) in zip(acting_weights(events), seen(), strict=True):
+    for (model, batch, part), (*_, rewards) in zip(acting_weights(events), seen(), strict=True):
         adv = reference_advantages(rewards)
         if advantage == "drgrpo":
             groups = torch.tensor(rewards).view(4, 4)
@@ -439,8 +448,8 @@ def test_every_response_learns_with_its_own_advantage(script, world, record, adv
                 _, logp, stored, given, mask, *rest = inputs
                 assert rest == [0.2, 0.28, 5.0]
                 for row, its_logp, keep, its_adv in zip(stored, logp, mask, given):
-                    fits = [i for i in range(16) if len(old[i]) == keep.sum() and (old[i] - row[keep]).abs().max() < 1e-4]
-                    fits = [i for i in fits if abs(adv[i] - its_adv) < 2e-3 and i not in steps[-1]]
+                    fits = [i for i in range(16) if close(old[i], row[keep]) and i not in steps[-1]]
+                    fits = [i for i in fits if abs(adv[i] - its_adv) < 2e-3]
                     assert fits, "no response has this advantage and these log-probabilities"
                     steps[-1].append(fits[0])
                     number += 1
@@ -473,9 +482,9 @@ def test_one_update_a_batch_is_on_policy(script, world, record):
     rounding near 1 (B113, B115, B116)."""
     events = record("surrogate", "score_all")
     out = train(script, world, update_epochs=1, num_minibatches=1, self_checks=False)
-    calls = [inputs for kind, inputs, _ in events if kind == "surrogate"]
+    calls = inputs_of(events, "surrogate")
     assert len(calls) > 3 and all(torch.equal(c[1], c[2]) for c in calls)
-    assert not [kind for kind, *_ in events if kind == "score_all"]
+    assert not inputs_of(events, "score_all")
     assert out["losses/mismatch"] < 1e-5 and out["losses/approx_kl"] == 0 and out["losses/grad_norm"] > 0
 
 
@@ -486,31 +495,34 @@ def test_reference_is_the_starting_policy(script, world, record, form, lora_rank
     KL 0 first, then not; kl_loss gets new, old and reference, or the reward loses coef x sum of k1."""
     if lora_rank:
         pytest.importorskip("peft")
-    events = record("prepare", "update", "kl_loss", "group_advantages", "evaluate")
+    events = record("prepare", "update_policy", "kl_loss", "group_advantages", "pass_rates")
     out = train(script, world, kl_coef=0.3, kl_form=form, lora_rank=lora_rank, learning_rate=1e-2)
     start = load(script, world, "llama")[1]
-    for step, ((model, batch, part), (*_, rewards)) in enumerate(zip(acting_weights(events), seen(), strict=True)):
+    batches, given = list(acting_weights(events)), inputs_of(events, "group_advantages")
+    for (model, batch, part), (*_, rewards), (adjusted, *_) in zip(batches, seen(), given, strict=True):
         with torch.no_grad():
             ref, old = ([plain(m, batch, i, 0.7) for i in range(16)] for m in (start, model))
         for i in range(16):
             assert_close(batch["ref_logps"][i][batch["mask"][i]], ref[i], atol=2e-5, rtol=1e-4)
             assert_close(batch["old_logps"][i][batch["mask"][i]], old[i], atol=2e-5, rtol=1e-4)
         k1 = torch.stack([(o - r).sum() for o, r in zip(old, ref)])
-        assert (k1.abs().max() < 1e-4) if step == 0 else (k1.abs().max() > 0.1)
-        given = [inputs[0] for kind, inputs, _ in events if kind == "group_advantages"][step]
+        assert (k1.abs().max() < 1e-4) if model is batches[0][0] else (k1.abs().max() > 0.1)
         penalty = 0.3 * k1 if form == "reward" else 0.0
-        assert_close(given, torch.tensor(rewards) - penalty, atol=1e-4, rtol=1e-4)
-        pulls = [inputs for kind, inputs, _ in part if kind == "kl_loss"]
-        assert bool(pulls) == (form != "reward") and all(inputs[0] == form for inputs in pulls)
-        for o, r in ((o, r) for _, _, *pair in pulls for o, r in zip(*pair)):
-            n = int((r != 0).sum())
-            fits = lambda i, o=o[:n], r=r[:n]: max((old[i] - o).abs().max(), (ref[i] - r).abs().max()) < 1e-4
-            assert any(len(ref[i]) == n and fits(i) for i in range(16))
+        assert_close(adjusted, torch.tensor(rewards) - penalty, atol=1e-4, rtol=1e-4)
+        pulls = inputs_of(part, "kl_loss")
+        assert sum(len(logp) for _, logp, *_ in pulls) == (0 if form == "reward" else 32)  # flat groups too
+        for kind, _, *rows in pulls:
+            for its_old, its_ref in zip(*rows):
+                keep = its_ref != 0
+                assert kind == form and any(
+                    close(ref[i], its_ref[keep]) and close(old[i], its_old[keep]) for i in range(16)
+                )
     trained, final = checkpoint(out)["model"], events[-1][1][0]
     if lora_rank:
         assert trained and all("lora_" in name for name in trained)
-        base = {n.replace("base_model.model.", "").replace(".base_layer", ""): p for n, p in final.named_parameters()}
-        assert all(torch.equal(p, base[n]) for n, p in start.named_parameters())
+        short = lambda name: name.replace("base_model.model.", "").replace(".base_layer", "")
+        base = {short(name): p for name, p in final.named_parameters()}
+        assert all(torch.equal(p, base[name]) for name, p in start.named_parameters())
         assert sum(p.abs().max() > 0 for n, p in trained.items() if "lora_B" in n) == 14
     else:
         assert set(trained) == {n for n, _ in start.named_parameters()}
@@ -520,15 +532,15 @@ def test_reference_is_the_starting_policy(script, world, record, form, lora_rank
 def test_update_equals_the_textbook(script, world, record, norm):
     """Three training steps of two epochs and two minibatches (order, learning rate with warm-up and decay, clipping of the
     norm, AdamW) move the weights as an independent implementation does (B25, B31, B107)."""
-    events = record("update")
+    events = record("update_policy")
     flags = dict(total_steps=3, warmup_steps=2, anneal_lr=True, max_grad_norm=norm, learning_rate=2e-3)
     out = train(script, world, **flags)
     args, model = arguments(script, world, **flags), load(script, world, "llama")[1]
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.99), weight_decay=0.0)
     shuffle = torch.Generator().manual_seed(int(script.streams(1)[2].generate_state(1)[0]))
-    batches = [inputs[2] for kind, inputs, _ in events if kind == "update"]
+    batches = [inputs[2] for inputs in inputs_of(events, "update_policy")]
     rates, moved = [1e-3, 2e-3 * 2 / 3, 2e-3 / 3], []
-    assert [inputs for kind, inputs, _ in events if kind == "step"] == pytest.approx([r for r in rates for _ in range(4)])
+    assert inputs_of(events, "step") == pytest.approx([rate for rate in rates for _ in range(4)])
     for batch, (*_, rewards), optimizer.param_groups[0]["lr"] in zip(batches, seen(), rates):
         batch["advantages"] = reference_advantages(rewards)
         with torch.no_grad():
@@ -537,7 +549,7 @@ def test_update_equals_the_textbook(script, world, record, norm):
         for _ in range(2):
             for groups in torch.randperm(4, generator=shuffle).tensor_split(2):
                 optimizer.zero_grad()
-                reference_loss(model, batch, [4 * g + j for g in groups.tolist() for j in range(4)], args).backward()
+                reference_loss(model, batch, responses(groups), args).backward()
                 moved.append(torch.nn.utils.clip_grad_norm_(model.parameters(), norm).item())
                 optimizer.step()
     trained = checkpoint(out)["model"]
@@ -552,33 +564,33 @@ def test_update_equals_the_textbook(script, world, record, norm):
 def test_dynamic_sampling_keeps_whole_groups(script, world, record):
     """Groups with equal rewards are dropped as a whole, rounds go on until there are enough others or --sampling-rounds
     are over, and the reward reported is that of all that was sampled (NVIDIA-NeMo/RL #3469)."""
-    events = record("update")
+    events = record("update_policy")
     out = train(script, world, reward="few", sampling_rounds=3, total_steps=6)
     calls, ends = seen(), set()
-    for (_, _, batch, *_), row in zip((inputs for kind, inputs, _ in events if kind == "update"), lines(out)[1:]):
-        kept, everything = [], []
-        for number in range(1, 4):
+    for (_, _, batch, *_), row in zip(inputs_of(events, "update_policy"), lines(out)[1:], strict=True):
+        kept, everything, number = [], [], 0
+        while len(kept) < 4 and number < 3:
+            number += 1
             prompts, _, rewards = calls.pop(0)
             everything += rewards
             groups = [(prompts[i], rewards[i : i + 4]) for i in range(0, 16, 4)]
             kept += [(prompt, group) for prompt, group in groups if len(set(group)) > 1]
-            if len(kept) >= 4:
-                break
         ends.add((number, len(kept) >= 4))
         kept = kept[:4]
         assert batch["rewards"].tolist() == pytest.approx([r for _, group in kept for r in group])
         assert batch["prompts"] == [script.digit_tokenizer()(prompt).input_ids for prompt, _ in kept]
         assert len(batch["tokens"]) == len(batch["mask"]) == len(batch["sampled"]) == 4 * len(kept)
-        assert row["charts/rounds"] == number and row["charts/reward"] == pytest.approx(sum(everything) / len(everything))
+        assert row["charts/rounds"] == number
+        assert row["charts/reward"] == pytest.approx(sum(everything) / len(everything))
     assert not calls and (3, False) in ends and len(ends) > 1
 
 
 @pytest.mark.parametrize("sampling_rounds", [1, 3])
 def test_equal_rewards_move_nothing(script, world, record, sampling_rounds):
     """A batch of flat groups takes no optimiser step, not even on momentum, and the run goes on (B85)."""
-    events = record("update")
+    events = record("update_policy")
     out = train(script, world, reward="flat", sampling_rounds=sampling_rounds)
-    assert not [kind for kind, *_ in events if kind == "step"] and len(events) == 3
+    assert not inputs_of(events, "step") and len(events) == 3
     start = dict(load(script, world, "llama")[1].named_parameters())
     assert all(torch.equal(p, start[name]) for name, p in checkpoint(out)["model"].items())
     assert [row["charts/rounds"] for row in lines(out)[1:]] == [sampling_rounds] * 3
@@ -587,11 +599,12 @@ def test_equal_rewards_move_nothing(script, world, record, sampling_rounds):
 
 def test_overlong_penalty_reaches_the_advantages(script, world, record):
     """The length penalty is added to what the functions gave, before the advantages, and not to the reported reward."""
-    events = record("group_advantages", "update")
+    events = record("group_advantages", "update_policy")
     out = train(script, world, overlong_buffer=0.5)
-    given = [inputs[0] for kind, inputs, _ in events if kind == "group_advantages"]
-    batches = [inputs[2] for kind, inputs, _ in events if kind == "update"]
-    for found, batch, (*_, rewards), row in zip(given, batches, seen(), lines(out)[1:]):
+    calls = zip(
+        inputs_of(events, "group_advantages"), inputs_of(events, "update_policy"), seen(), lines(out)[1:]
+    )
+    for (found, *_), (_, _, batch, *_), (*_, rewards), row in calls:
         penalty = -(batch["mask"].sum(1) - 3).clamp(0, 3) / 3
         assert penalty.min() == -1 and penalty.max() == 0
         assert_close(found, torch.tensor(rewards) + penalty)
@@ -600,10 +613,10 @@ def test_overlong_penalty_reaches_the_advantages(script, world, record):
 
 def test_unscored_responses_have_no_advantage(script, world, record):
     """None or NaN for a response: advantage 0 for it, the others' group statistics without it (B85)."""
-    events = record("update")
+    events = record("update_policy")
     out = train(script, world, reward="holes")
     holes = 0
-    for (_, _, batch, *_), (*_, rewards) in zip((inputs for kind, inputs, _ in events if kind == "update"), seen()):
+    for (_, _, batch, *_), (*_, rewards) in zip(inputs_of(events, "update_policy"), seen(), strict=True):
         assert_close(batch["advantages"], reference_advantages(rewards), atol=1e-4, rtol=1e-4)
         holes += sum(r != r for r in rewards)
     assert holes > 5 and math.isfinite(out["charts/reward"]) and out["charts/unscored"] > 0
@@ -629,18 +642,30 @@ charts/rounds charts/learning_rate charts/TPS time/rollout time/score time/updat
 def test_same_seed_same_run(script, world):
     """Two runs of one seed agree to the bit, another seed does not; evaluation draws from a stream of its own and moves
     nothing; metrics.jsonl has its keys."""
-    a, b, c = (train(script, world, seed=seed, run_name=name) for seed, name in ((1, "a"), (1, "b"), (2, "c")))
+    a, b, c = (
+        train(script, world, seed=seed, run_name=name) for seed, name in ((1, "a"), (1, "b"), (2, "c"))
+    )
     equal_runs(a, b)
     assert lines(a)[1:] != lines(c)[1:]
     d = train(script, world, run_name="d", eval_every=1, eval_samples=3)
     strip = lambda rows: [{k: v for k, v in row.items() if not k.startswith("eval/")} for row in rows]
     assert strip(lines(a)) == strip(lines(d)) and all("eval/pass@3" in row for row in lines(d))
+    calls = [r for *_, r in seen(held_out=True)][
+        -4:
+    ]  # the last evaluation: greedy and three samples, five rows and one
+    passed = [[r >= 1 for part in calls[first::2] for r in part] for first in (0, 1)]
+    groups = [passed[1][i : i + 3] for i in range(0, 18, 3)]
+    found = [d[f"eval/{name}"] for name in ("greedy", "pass@1", "pass@3")]
+    assert found == pytest.approx([sum(passed[0]) / 6, sum(passed[1]) / 18, sum(map(any, groups)) / 6])
+    assert 0 < found[1] < found[2]
     weights = checkpoint(a)["model"]
     assert all(torch.equal(p, weights[name]) for name, p in checkpoint(d)["model"].items())
     rows = [json.loads(line) for line in open("runs/a/metrics.jsonl")]
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
     assert all(set(row) - {"eval/greedy"} == {"step", *KEYS.split()} for row in rows[1:])
-    assert rows[1]["charts/tokens"] > 16 and rows[1]["charts/response_length"] == rows[1]["charts/tokens"] / 16
+    assert (
+        rows[1]["charts/tokens"] > 16 and rows[1]["charts/response_length"] == rows[1]["charts/tokens"] / 16
+    )
 
 
 KINDS = [
@@ -669,19 +694,34 @@ def test_stopped_and_resumed_equals_uninterrupted(script, world, how, flags):
         train(script, world, **flags)
     assert stop.value.code == (128 + signal.SIGTERM if how == "signal" else 7) and not os.path.exists("stop")
     step = torch.load("runs/x/checkpoint.pt", weights_only=True)["step"]
-    assert step == 4 if how == "raise" else step == len({s for s in (1, 2, 3) if s <= step}) < 5
+    assert step == 4 if how == "raise" else 0 < step < 4
     with open("runs/x/metrics.jsonl", "a") as file:
         file.write('{"step": 99}\n')  # a line written after the checkpoint must go
     resumed = script.main(script.Args(resume=Path("runs/x"), device="cpu"))
     equal_runs(whole, resumed)
 
 
+def test_torn_line_does_not_stop_a_resume(script, world):
+    """The last line of metrics.jsonl may be torn when a run is killed: it goes, as all lines after the checkpoint do."""
+    Path("stop").write_text("raise 4")
+    with pytest.raises(SystemExit):
+        train(script, world, save_every=1, run_name="x")
+    with open("runs/x/metrics.jsonl", "a") as file:
+        file.write('{"step": 3, "losses/po')
+    resumed = script.main(script.Args(resume=Path("runs/x"), device="cpu"))
+    assert [row["step"] for row in lines(resumed)] == [0, 1, 2, 3]
+
+
 def test_nan_stops_the_run_and_keeps_the_good_checkpoint(script, world, monkeypatch):
     """A gradient or weights of NaN end the run with the step and the last good checkpoint, which is whole (B85)."""
-    aggregate, rollout, calls = script.aggregate, script.rollout, []
-    monkeypatch.setattr(script.module, "aggregate", lambda *a: aggregate(*a) * (1.0 if len(calls) < 3 else math.nan))
-    monkeypatch.setattr(script.module, "rollout", lambda *a: calls.append(1) or rollout(*a))
-    with pytest.raises(FloatingPointError, match="stopped at step 3: the gradient .*runs/x/checkpoint.pt, step 2"):
+    aggregate, rollout, calls = script.aggregate, script.sample_groups, []
+    monkeypatch.setattr(
+        script.module, "aggregate", lambda *a: aggregate(*a) * (1.0 if len(calls) < 3 else math.nan)
+    )
+    monkeypatch.setattr(script.module, "sample_groups", lambda *a: calls.append(1) or rollout(*a))
+    with pytest.raises(
+        FloatingPointError, match="stopped at step 3: the gradient .*runs/x/checkpoint.pt, step 2"
+    ):
         train(script, world, save_every=1, run_name="x")
     state = checkpoint({"folder": "runs/x"})
     assert state["step"] == 2 and all(p.isfinite().all() for p in state["model"].values())
@@ -692,9 +732,21 @@ def test_nan_stops_the_run_and_keeps_the_good_checkpoint(script, world, monkeypa
         next(model.parameters()).data.fill_(math.nan)
         return rollout(model, *rest)
 
-    monkeypatch.setattr(script.module, "rollout", poison)
+    monkeypatch.setattr(script.module, "sample_groups", poison)
     with pytest.raises(FloatingPointError, match="stopped at step 1: .*logits .* none yet"):
         train(script, world, run_name="z")
+
+
+def test_the_bfloat16_sampler_has_the_weights_of_the_model(script, world, record):
+    """With --dtype bfloat16 each step samples from a rounded copy of the current weights (B112, B116)."""
+    events = record("sample_groups", "prepare", "surrogate")
+    out = train(script, world, dtype="bfloat16")
+    for (sampler, *_), (model, *_) in zip(
+        inputs_of(events, "sample_groups"), inputs_of(events, "prepare"), strict=True
+    ):
+        assert all(torch.equal(a, b.bfloat16()) for a, b in zip(sampler.parameters(), model.parameters()))
+        assert all(p.dtype == torch.float32 for p in model.parameters())
+    assert 0 < out["losses/mismatch"] < 0.1
 
 
 def test_half_written_checkpoint_never_replaces_a_good_one(script, world, monkeypatch):
@@ -726,9 +778,12 @@ def test_held_out_prompts_are_never_trained_on(script, world, own_file):
     assert len(seen()) == 7 and len(set(trained)) == min(28, len(rows) - 6) and len(seen(held_out=True)) == 2
 
 
-def test_saved_model_is_the_trained_one(script, world):
+@pytest.mark.parametrize("lora_rank", [0, 2])
+def test_saved_model_is_the_trained_one(script, world, lora_rank):
     """runs/<name>/model loads with transformers alone and gives the greedy completions of the last evaluation."""
-    folder = train(script, world, learning_rate=1e-2)["folder"]
+    if lora_rank:
+        pytest.importorskip("peft")
+    folder = train(script, world, learning_rate=3e-2, lora_rank=lora_rank)["folder"]
     model = transformers.AutoModelForCausalLM.from_pretrained(f"{folder}/model").eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(f"{folder}/model")
     records = [json.loads(line) for line in open(f"{folder}/completions.jsonl")]
@@ -737,7 +792,8 @@ def test_saved_model_is_the_trained_one(script, world):
         prompt, response = tokenizer(record["prompt"]).input_ids, []
         while len(response) < 6 and response[-1:] not in ([1], [9]):
             response.append(brute(model, prompt, [*response, 0], 1.0)[-1].argmax().item())
-        assert record["completion"] == tokenizer.decode([t for t in response if t not in STOPS], skip_special_tokens=True)
+        shown = [t for t in response if t not in STOPS]
+        assert record["completion"] == tokenizer.decode(shown, skip_special_tokens=True)
         assert record["ended"] == (response[-1] in STOPS)
     assert [r["completion"] for r in records[:6]] != [r["completion"] for r in records[6:]]
 
@@ -751,7 +807,8 @@ def test_dropout_is_off_and_checkpointing_changes_nothing(script, world, monkeyp
     weights, counts = [], []
     for name, flags in (("gpt2", {}), ("dropout", {}), ("dropout", dict(gradient_checkpointing=True))):
         calls.clear()
-        weights.append(checkpoint(train(script, world, model=name, max_grad_norm=1e-2, run_name=f"{len(weights)}", **flags))["model"])
+        out = train(script, world, model=name, max_grad_norm=1e-2, run_name=f"{len(weights)}", **flags)
+        weights.append(checkpoint(out)["model"])
         counts.append(len(calls))
     assert all(torch.equal(p, weights[0][name]) for name, p in weights[1].items())
     error = torch.cat([(p - weights[0][name]).abs().flatten() for name, p in weights[2].items()])
@@ -777,8 +834,15 @@ def test_presets_are_the_papers(script, preset):
     dapo = (4, 0.2) if preset == "dapo" else (1, 0.0)
     assert (args.sampling_rounds, args.overlong_buffer) == dapo
     assert args.num_updates == (1 if preset == "rloo" else 4)
-    args = script.parse_args(["--preset", preset, "--clip-high", "0.33", "--aggregation", "token", "--seed", "7"])
-    assert (args.clip_high, args.aggregation, args.seed, args.clip_low) == (0.33, "token", 7, PAPERS[preset][2])
+    args = script.parse_args(
+        ["--preset", preset, "--clip-high", "0.33", "--aggregation", "token", "--seed", "7"]
+    )
+    assert (args.clip_high, args.aggregation, args.seed, args.clip_low) == (
+        0.33,
+        "token",
+        7,
+        PAPERS[preset][2],
+    )
     assert args.learning_rate == script.BUILT_IN["learning_rate"]
 
 
@@ -788,21 +852,23 @@ def test_presets_are_the_papers(script, preset):
 @pytest.mark.parametrize("surrogate", ["clip", "gspo", "cispo", "reinforce"])
 def test_learns_a_task_whose_optimum_is_known(script, world, surrogate):
     """One token, rewarded if it is a 5: from chance (below 0.3) to nearly always, with every surrogate."""
-    flags = dict(surrogate=surrogate, total_steps=25, max_new_tokens=1, group_size=8, learning_rate=1e-2, temperature=1.0)
-    flags |= dict(update_epochs=1, num_minibatches=1) if surrogate == "reinforce" else {}
-    flags |= dict(clip_low=0.2, clip_high=0.28)
-    train(script, world, reward="five", **flags)
+    flags = dict(update_epochs=1, num_minibatches=1) if surrogate == "reinforce" else {}
+    flags |= dict(total_steps=25, max_new_tokens=1, group_size=8, learning_rate=1e-2, temperature=1.0)
+    train(script, world, reward="five", surrogate=surrogate, **flags)
     rewards = [sum(rewards) / len(rewards) for *_, rewards in seen()]
     assert sum(rewards[:2]) / 2 < 0.3 and sum(rewards[-5:]) / 5 > 0.9
 
 
-def test_the_built_in_task_is_learnt(script):
-    """The default run, cut short: a model half taught to sort gets clearly better within 15 steps."""
-    flags = script.BUILT_IN | dict(total_steps=15, learning_rate=3e-4, num_eval=150, eval_every=0, eval_samples=0)
+def test_the_built_in_task_is_learnt(script, monkeypatch):
+    """The default run, cut short: a model half taught to sort gets clearly better within 8 steps."""
+    start = script.supervised_start
+    monkeypatch.setattr(script.module, "supervised_start", lambda *a: start(*a, steps=110))
+    flags = script.BUILT_IN | dict(
+        total_steps=8, learning_rate=4e-4, num_eval=100, eval_every=0, eval_samples=0
+    )
     out = script.main(script.Args(**flags, device="cpu"))
-    before, after = lines(out)[0], lines(out)[-1]
-    print(before, after)
-    assert before["eval/greedy"] < 0.5 and after["eval/greedy"] > before["eval/greedy"] + 0.2
+    before, after = lines(out)[0]["eval/greedy"], lines(out)[-1]["eval/greedy"]
+    assert 0.05 < before < 0.5 and after > before + 0.2
 
 
 # ---- self-checks ----
@@ -816,9 +882,8 @@ def test_self_check_names_what_is_broken(script, world, monkeypatch):
     def shifted(name):
         tokenizer, model = load_model(name)
         forward = model.forward
-        model.forward = lambda ids, position_ids, use_cache, **k: forward(
-            ids, position_ids=position_ids + (not use_cache), use_cache=use_cache, **k
-        )
+        late = lambda use_cache, position_ids, **_: {"position_ids": position_ids + (not use_cache)}
+        model.forward = lambda *inputs, **named: forward(*inputs, **{**named, **late(**named)})
         return tokenizer, model
 
     def other(*inputs):
@@ -836,4 +901,4 @@ def test_self_check_names_what_is_broken(script, world, monkeypatch):
             patch.setattr(script.module, name, broken)
             with pytest.raises(script.UsageError, match=f"stopped at step 1: self-check: .*{message}"):
                 train(script, world, model="gpt2", kl_coef=0.1, run_name=name)
-            train(script, world, model="gpt2", kl_coef=0.1, run_name=name + "2", self_checks=False, total_steps=1)
+            train(script, world, model="gpt2", kl_coef=0.1, self_checks=False, total_steps=1)
