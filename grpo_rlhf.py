@@ -531,7 +531,7 @@ def build(args: Args, rows, rng, device):
         frozen = copy.deepcopy(model).requires_grad_(False)
         reference = lambda: contextlib.nullcontext(frozen)
     if args.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.activation_checkpointing_enable({"use_reentrant": False})
     return tokenizer, model.eval(), reference if args.kl_coef else None
 
 

@@ -10,6 +10,7 @@ import pytest
 
 HERE = Path(__file__).parent
 pytestmark = pytest.mark.mutants
+NAMES = sorted(path.stem for path in (HERE / "mutants").glob("*.py"))
 
 
 def load(name):
@@ -38,7 +39,9 @@ def verify(copy, checks):
 
 
 @pytest.mark.parametrize(
-    "name, what, public, old, new, check", load("ppo_continuous"), ids=lambda x: x if " " in x else ""
+    "name, what, public, old, new, check",
+    [mutant for name in NAMES for mutant in load(name)],
+    ids=lambda x: x if " " in x else "",
 )
 def test_the_bug_is_caught_by_the_right_check(tmp_path, name, what, public, old, new, check):
     """An edit that reproduces a public bug, or its neighbour, makes the check fail that is there for it."""
@@ -50,9 +53,10 @@ def test_the_bug_is_caught_by_the_right_check(tmp_path, name, what, public, old,
     assert code == 1 and any(test.startswith(check) for test in failed), output[-2000:]
 
 
-def test_the_unedited_copy_passes_the_same_checks(tmp_path):
+@pytest.mark.parametrize("name", NAMES)
+def test_the_unedited_copy_passes_the_same_checks(tmp_path, name):
     """No false alarm: every check that catches a mutant holds for the script itself."""
-    copy = tmp_path / "ppo_continuous.py"
-    copy.write_text((HERE.parent / "ppo_continuous.py").read_text())
-    code, failed, output = verify(copy, " or ".join({mutant[-1] for mutant in load("ppo_continuous")}))
+    copy = tmp_path / f"{name}.py"
+    copy.write_text((HERE.parent / f"{name}.py").read_text())
+    code, failed, output = verify(copy, " or ".join({mutant[-1] for mutant in load(name)}))
     assert code == 0, output[-2000:]
