@@ -11,7 +11,7 @@ count, evaluation and saving do not. Ratios are of CPU seconds, which hardly fee
 round; on a quiet one they are wall seconds. The other contenders are ours with a row for each response in
 place of shared prompts (update only), without skipping what has advantage 0, and without both. "bare" is what
 the model alone reaches on padded rows of one response, forward and backward (and forward, for old
-log-probabilities, if there is more than one update); learn counts tokens of responses that were not skipped.
+log-probabilities, if there is more than one update); "tok/s" is what learning reaches on what is not skipped.
 Writes results/speed/grpo-SETTING.json and prints a table.
 """
 
@@ -162,15 +162,15 @@ def summary(rounds: list[dict], floor: dict, setting: dict) -> dict:
 
 
 def show(table: dict) -> None:
-    print(f"{'':15} {'s a step':>8} {'CPU s':>6} {'/ ours':>17} {'peak MB':>8} {'tokens':>6} {'reward':>6} {'flat':>5} "
-          f"{'generate':>9} {'learn':>6} {'learn tok/s':>11} {'bare':>6}")  # fmt: skip
+    print(f"{'':15} {'s a step':>8} {'CPU s':>6} {'/ ours':>17} {'peak MB':>8} {'tokens':>6} "
+          f"{'reward':>6} {'flat':>5} {'generate':>9} {'learn':>6} {'tok/s':>6} {'bare':>6}")  # fmt: skip
     for name, row in table.items():
         ratio = "{:.2f} ({:.2f}-{:.2f})".format(row["over_ours"], *row["over_ours_range"])
         line = f"{name:15} {row['seconds']:8.2f} {row['cpu']:6.2f} {ratio:>17} {row['peak_mb']:8.0f} "
         line += f"{row['length']:6.2f} {row['reward']:6.2f} {row['flat']:5.2f}"
         if "update" in row:
             line += f" {row['rollout']:9.2f} {row['update'] + row['score']:6.2f}"
-            line += f" {row['learn_tps']:11.0f} {row['floor_tps']:6.0f}"
+            line += f" {row['learn_tps']:6.0f} {row['floor_tps']:6.0f}"
         print(line)
 
 
