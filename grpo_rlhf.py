@@ -214,7 +214,7 @@ class Args:
         return "sort" if self.dataset is None else re.sub(r"\W+", "-", Path(self.dataset).stem)
 
 
-# What the built-in task needs; --preset and the command line go over it.
+# What the built-in task needs; --preset [D8] and the command line go over it.
 BUILT_IN = dict(
     total_steps=200,
     num_prompts=32,

@@ -26,10 +26,13 @@ COLUMNS = (
     "step", "charts/episodic_return_100", "charts/episodic_return", "eval/episodic_return", "charts/SPS",
     "losses/approx_kl", "losses/entropy", "losses/explained_variance",
 )  # fmt: skip
-LANGUAGE_COLUMNS = (
+LANGUAGE_COLUMNS = (  # those that a script has
     "step", "charts/reward", "eval/greedy", "eval/pass@1", "eval/pass@8", "charts/flat_groups",
-    "charts/response_length", "charts/eos_share", "losses/entropy", "losses/approx_kl", "losses/clipfrac",
-    "losses/mismatch", "losses/grad_norm", "charts/TPS", "time/rollout", "time/score", "time/update",
+    "charts/score", "charts/objective", "eval/score", "eval/true_preference", "eval/kl", "eval/distinct",
+    "eval/distinct_2", "losses/kl", "charts/kl_coef", "losses/explained_variance", "reward_model/accuracy",
+    "reward_model/noiseless", "charts/response_length", "charts/eos_share", "losses/entropy",
+    "losses/approx_kl", "losses/clipfrac", "losses/mismatch", "losses/grad_norm", "charts/TPS",
+    "time/rollout", "time/score", "time/update",
 )  # fmt: skip
 ROWS = 100  # kept of a run, evenly spaced, the last one always
 
@@ -37,7 +40,7 @@ ROWS = 100  # kept of a run, evenly spaced, the last one always
 def thin(rows: list[dict]) -> list[dict]:
     """About ROWS rows, evenly spaced, with the last one and every evaluation."""
     stride = max(1, len(rows) // ROWS)
-    evaluated = {"eval/episodic_return", "eval/greedy"}
+    evaluated = {"eval/episodic_return", "eval/greedy", "eval/score"}
     return [r for i, r in enumerate(rows, 1) if i % stride == 0 or i == len(rows) or evaluated & r.keys()]
 
 
@@ -65,12 +68,12 @@ def run(script: Path, results: Path, task: str, seed: int, variant: str, flags: 
         said = [json.loads(x) for x in completions.read_text().splitlines()] if completions.exists() else []
     stem.parent.mkdir(parents=True, exist_ok=True)
     stem.with_name(stem.name + ".json").write_text(json.dumps(config, indent=1) + "\n")
-    columns = COLUMNS if gymnasium else LANGUAGE_COLUMNS
+    columns = COLUMNS if gymnasium else [c for c in LANGUAGE_COLUMNS if any(c in row for row in rows)]
     write_csv(stem.with_name(stem.name + ".csv"), columns, thin(rows))
     if said:
         write_csv(
             stem.with_name(stem.name + ".completions.csv"),
-            ("step", "answer", "completion", "reward", "ended"),
+            [c for c in ("step", "answer", "completion", "reward", "score", "ended") if c in said[0]],
             [row for row in said if row["step"] in (0, rows[-1]["step"])],
         )
     last = {name: rows[-1].get(name) for name in columns[1:4]}
