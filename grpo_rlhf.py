@@ -587,6 +587,8 @@ def encode(tokenizer, prompt, chat_template: bool) -> list[int]:
     if isinstance(prompt, str) and not (chat_template and tokenizer.chat_template):
         ids = tokens_of(tokenizer, prompt)
         return ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] else ids  # some tokenizers close every text
+    if isinstance(prompt, str) and any(token in prompt for token in tokenizer.all_special_tokens):
+        raise UsageError(f"a prompt has special tokens already, use --no-chat-template: {prompt[:60]!r}")
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     try:
         left_open = messages[-1]["role"] == "assistant"

@@ -537,6 +537,9 @@ def test_encode(script, lab, tmp_path):
     assert script.encode(chat, [*talk, talk[0]], True) == [one, two, eos, three, eos, one, two, eos, equal]
     with pytest.raises(script.UsageError, match="chat template cannot take"):
         script.encode(plain, talk, True)
+    with pytest.raises(script.UsageError, match="--no-chat-template"):  # it would be wrapped a second time
+        script.encode(chat, "12<eos>3", True)
+    assert script.encode(chat, "12<eos>3", False) == [one, two, eos, three]
     from tokenizers.processors import TemplateProcessing
 
     closing, pad = script.digit_tokenizer(), plain.pad_token_id
