@@ -469,7 +469,7 @@ def load_model(name: str):
     except Exception as error:  # each file format has exceptions of its own
         where = "" if Path(name).is_dir() else ", which is no folder here,"
         reason = (str(error).strip() or repr(error)).splitlines()[0]
-        raise UsageError(f"--model {name}{where} cannot be loaded: {reason}") from error
+        raise UsageError(f"{name}{where} cannot be loaded: {reason}") from error
     return tokenizer, model
 
 
@@ -650,7 +650,7 @@ def load_rewards(names: str) -> dict:
     for name in names.split("+"):
         path, _, attribute = name.rpartition(":")
         if name not in REWARDS and not path:
-            raise UsageError(f"--reward {name} is none of {', '.join(REWARDS)} and not FILE.py:FUNCTION")
+            raise UsageError(f"--reward {name} is neither FILE.py:FUNCTION nor one of {list(REWARDS)}")
         try:
             if path:
                 spec = importlib.util.spec_from_file_location(Path(path).stem, path)

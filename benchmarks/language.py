@@ -1,8 +1,8 @@
 """Tables and figures of the language-model scripts, from what run.py and speed_grpo.py wrote; for report.py.
 
-Reads results/<script>/<task>/seed<k>.csv, .json and .completions.csv, and results/speed/grpo-*.json. "Before"
-and "after" are the evaluations at step 0 and at the last step, on the same held-out prompts.
-A further script of this kind is one more entry of SCRIPTS.
+Reads results/<script>/<task>/<variant->seed<k>.csv, .json and .completions.csv, results/speed/grpo-*.json.
+"Before" and "after" are the evaluations at step 0 and at the last step, on the same held-out prompts.
+A further table or figure is one more entry of TABLES or FIGURES at the end.
 """
 
 import csv
@@ -15,7 +15,7 @@ import numpy as np
 from scipy.stats import binomtest
 from smollm2 import data
 
-SCRIPTS = {"grpo": "grpo_rlhf"}  # the names of its tables begin with: script
+VARIANTS = {"leash": "", "free": "free-"}  # of ppo_rlhf.py's world: the default, and --kl-coef 1e-9
 EVALUATIONS = {"eval/greedy": "greedy", "eval/pass@1": "pass@1", "eval/pass@8": "pass@8"}
 STYLE = {"svg.hashsalt": "ppo", "svg.fonttype": "none", "font.size": 9, "axes.grid": True,
          "grid.alpha": 0.3, "axes.spines.top": False, "axes.spines.right": False}  # fmt: skip
@@ -31,13 +31,14 @@ def markdown(header: list[str], rows: list[list[str]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines) if rows else "No results yet.\n"
 
 
-def load(folder: Path, completions=False) -> list[dict]:
+def load(folder: Path, completions=False, variant="") -> list[dict]:
     """The runs of a task by seed: config, (steps, values) of each metric and, if asked for, completions."""
-    runs = []
-    for path in (path for path in folder.glob("seed*.csv") if re.fullmatch(r"seed\d+", path.stem)):
+    runs, form = [], f"{variant}seed"
+    for path in (p for p in folder.glob(f"{form}*.csv") if re.fullmatch(rf"{form}\d+", p.stem)):
         config, said = path.with_suffix(".json"), path.with_suffix(".completions.csv")
         if config.exists() and (said.exists() or not completions):
-            run, rows = {"seed": int(path.stem[4:]), **json.loads(config.read_text())}, read(path)
+            run, rows = {"seed": int(path.stem[len(form) :]), **json.loads(config.read_text())}, read(path)
+            run["variant"] = variant
             for name in rows[0]:
                 found = [(float(row["step"]), float(row[name])) for row in rows if row[name]]
                 run[name] = np.array(found).reshape(-1, 2).T
@@ -143,6 +144,132 @@ def speed_table(results: Path, script: str) -> str:
     return markdown([*header.split("|"), "learning / bare model, tokens/s"], rows) + notes
 
 
+def ppo_speed_table(results: Path, script: str) -> str:
+    """ppo_rlhf.py beside TRL's PPOTrainer, from speed_ppo_rlhf.py."""
+    path, rows = results / "speed" / f"{script}.json", []
+    for name, r in (json.loads(path.read_text())["summary"] if path.exists() else {}).items():
+        ratio = f"{r['over_ours']:.2f} ({r['range'][0]:.2f} to {r['range'][1]:.2f})"
+        numbers = [f"{r['cpu']:.2f}", ratio, f"{r['peak_mb']:.0f}", f"{r['length']:.1f}"]
+        rows.append([*name.split(", "), *numbers])
+    return markdown(
+        ["setting", "", "CPU s a step", "it / ours (range)", "peak MB", "tokens a response"], rows
+    )
+
+
+def ends(run: dict, name: str) -> np.ndarray:
+    """(before, after) of an evaluated metric."""
+    return run[name][1][[0, -1]]
+
+
+def world_table(results: Path, script: str) -> str:
+    """The reward model's accuracy on held-out pairs, by noisy labels and by the true preference; then PPO."""
+    runs = load(results / script / "world")
+    for run in runs:
+        names = ("reward_model/accuracy", "reward_model/noiseless")
+        run["reward model right: noisy labels / true ones"] = [run[name][1][0] for name in names]
+        run["true preference, before → after"] = ends(run, "eval/true_preference")
+        run["gain"] = np.diff(ends(run, "eval/true_preference"))[0]
+        run["reward-model score, before → after"] = ends(run, "eval/score")
+        run["KL, nats"] = run["eval/kl"][1][-1]
+        run["distinct sentences, before → after"] = ends(run, "eval/distinct")
+    two, columns = functools.partial(change, form=".2f"), {}
+    columns["reward model right: noisy labels / true ones"] = lambda pairs: two(pairs).replace("→", "/")
+    columns["true preference, before → after"] = two
+    columns["gain"] = functools.partial(extent, form="+.2f")
+    columns["reward-model score, before → after"] = two
+    columns["KL, nats"] = functools.partial(extent, form=".1f")
+    return by_seed(runs, columns | {"distinct sentences, before → after": two})
+
+
+def leashed(results: Path, script: str) -> list[list[dict]]:
+    """The runs of world of each of VARIANTS; the same seed is the same world, reward model and prompts."""
+    groups = [load(results / script / "world", variant=variant) for variant in VARIANTS.values()]
+    free = ("kl_coef", "kl_target", "seed", "run_name")
+    settings = [{k: v for k, v in run["args"].items() if k not in free}
+                for runs in groups for run in runs]  # fmt: skip
+    if any(other != settings[0] for other in settings):
+        raise SystemExit("language.py: leash and free differ in more than the KL flags and --seed")
+    return groups
+
+
+def leash_table(results: Path, script: str) -> str:
+    """Ends of the runs; the third row is of the differences by seed. The test is the exact sign test.
+
+    The best step is chosen by the true preference of the same evaluation, so its value is somewhat flattered.
+    Entropy: of the sampled tokens, mean of the last 10 steps.
+    """
+    groups = leashed(results, script)
+    for run in (run for runs in groups for run in runs):
+        steps, truth = run["eval/true_preference"]
+        run["reward-model score"], run["true preference"] = run["eval/score"][1][-1], truth[-1]
+        run["at its best step"], run["best step"] = truth.max(), steps[truth.argmax()]
+        run["KL, nats"], run["distinct sentences"] = run["eval/kl"][1][-1], run["eval/distinct"][1][-1]
+        run["entropy"] = run["losses/entropy"][1][-10:].mean()
+    names = ("reward-model score", "true preference", "at its best step", "best step", "KL, nats",
+             "distinct sentences", "entropy")  # fmt: skip
+    forms = [".0f" if name == "best step" else ".1f" if name == "KL, nats" else ".2f" for name in names]
+    leash, free = ({run["seed"]: run for run in runs} for runs in groups)
+    if not (both := sorted(leash.keys() & free.keys())):
+        return markdown([], [])
+    rows = [[label, str(len(runs)), *(extent([run[name] for run in runs], form)
+            for name, form in zip(names, forms))] for label, runs in zip(VARIANTS, groups)]  # fmt: skip
+    gaps = {name: np.array([leash[seed][name] - free[seed][name] for seed in both]) for name in names}
+    cells = [extent(gaps[name], f"+{form}") for name, form in zip(names, forms)]
+    rows.append(["leash − free, by seed", str(len(both)), *cells])
+    truth = gaps["true preference"]
+    more, unequal = int((truth > 0).sum()), int((truth != 0).sum())
+    p = binomtest(more, unequal).pvalue if unequal else 1.0
+    note = f"\nTrue preference at the end, leash − free, seeds {', '.join(map(str, both))}: "
+    note += ", ".join(f"{x:+.2f}" for x in truth)
+    note += f". Higher with the leash in {more} of {len(both)} seeds (exact sign test, p = {p:.2g}).\n"
+    return markdown(["", "seeds", *names], rows) + note
+
+
+def flipped(gain: np.ndarray, draws=9999) -> float:
+    """Two-sided p value of a mean of paired differences: random signs; the observed ones count as a draw."""
+    signs = np.random.default_rng(0).choice([-1.0, 1.0], (draws, len(gain)))
+    return ((np.abs(signs @ gain) >= abs(gain.sum()) - 1e-9).sum() + 1) / (draws + 1)
+
+
+def sentiment_table(results: Path, script: str) -> str:
+    """Mean difference of the same prompts, its standard error, and the p value of a paired permutation test.
+
+    The test flips the signs of the differences 9,999 times, so the smallest p is 0.0001. The seeds share
+    their prompts: no test over all of them.
+    """
+    runs = load(results / script / "sentiment", completions=True)
+    for run in runs:
+        steps = sorted({int(row["step"]) for row in run["said"]})
+        scores = [np.array([float(r["score"]) for r in run["said"] if int(r["step"]) == s]) for s in steps]
+        if len(scores) != 2 or len(scores[0]) != len(scores[1]):
+            raise SystemExit(f"language.py: sentiment, seed {run['seed']}: not the same prompts twice")
+        gain = scores[1] - scores[0]
+        run["n"], run["score, before → after"] = len(gain), [x.mean() for x in scores]
+        if not np.allclose(run["score, before → after"], ends(run, "eval/score"), atol=1e-4):
+            raise SystemExit(f"language.py: sentiment, seed {run['seed']}: its two files differ in the score")
+        run["difference ± standard error"] = gain.mean(), gain.std(ddof=1) / np.sqrt(len(gain))
+        run["permutation p"], run["KL, nats"] = flipped(gain), run["eval/kl"][1][-1]
+        run["distinct responses, before → after"] = ends(run, "eval/distinct")
+        run["distinct-2, before → after"] = ends(run, "eval/distinct_2")
+    columns = {"n": extent, "score, before → after": change, "difference ± standard error": with_error}
+    columns["permutation p"] = lambda values: f"{'≤ ' * (len(values) > 1)}{max(values):.2g}"
+    columns["KL, nats"] = functools.partial(extent, form=".1f")
+    names = "distinct responses, before → after|distinct-2, before → after"
+    text = by_seed(runs, columns | dict.fromkeys(names.split("|"), functools.partial(change, form=".2f")))
+    path = results / script / "sentiment" / "best_of_n.json"
+    if path.exists():
+        best = {n: r for n, r in json.loads(path.read_text()).items() if n.startswith("best")}
+        parts = [
+            f"{n} {r['score']:.3f} ± {r['se']:.3f} (at most {r['kl']:.2f} nats)" for n, r in best.items()
+        ]
+        text += f"\nWithout training, of the starting policy's samples: {', '.join(parts)}.\n"
+    return text
+
+
+def with_error(found: list[tuple]) -> str:
+    return extent([x[0] for x in found], "+.3f") + (f" ± {found[0][1]:.3f}" if len(found) == 1 else "")
+
+
 def band(axis, runs: list[dict], name: str, color: str, label: str) -> None:
     """Mean and range over the seeds."""
     if lines := [run[name] for run in runs if run[name].size]:
@@ -173,15 +300,34 @@ def smollm2_panels(runs: list[dict], axis) -> None:
     axis.set(title=f"SmolLM2-135M, sums, {len(runs)} seeds", ylabel="accuracy")
 
 
-def curves(script: str, task: str, count: int, draw, results: Path, path: Path) -> bool:
+def leash_panels(runs: list[dict], *axes) -> None:
+    panels = {"eval/score": "reward-model score", "eval/true_preference": "true preference",
+              "eval/kl": "KL, nats a response", "eval/distinct": "distinct sentences, share",
+              "losses/entropy": "entropy, nats a token"}  # fmt: skip
+    for axis, (name, title) in zip(axes, panels.items()):
+        for color, (label, variant) in zip(("C0", "C1"), VARIANTS.items()):
+            chosen = [run for run in runs if run["variant"] == variant]
+            band(axis, chosen, name, color, label if axis is axes[0] else None)
+        axis.set(title=title)
+
+
+def sentiment_panels(runs: list[dict], axis) -> None:
+    band(axis, runs, "charts/score", "C0", "training prompts")
+    band(axis, runs, "eval/score", "C1", "held-out prompts")
+    axis.set(title=f"SmolLM2-135M, sentiment, {len(runs)} seeds", ylabel="VADER score")
+
+
+def curves(script, task, count, draw, results: Path, path: Path, variants=("",), width=4.2) -> bool:
     """Draw a figure of `count` panels, the same bytes each time; False if there is nothing to draw."""
-    if not (runs := load(results / script / task, completions=task == "chain_sum")):
+    folder, completions = results / script / task, task == "chain_sum"
+    groups = [load(folder, completions, variant) for variant in variants]
+    if not all(groups):
         return False
     import matplotlib.pyplot as plt  # here, as the tables do without it
 
     plt.rcParams |= STYLE
-    figure, axes = plt.subplots(1, count, figsize=(4.2 * count, 2.9), squeeze=False)
-    draw(runs, *axes[0])
+    figure, axes = plt.subplots(1, count, figsize=(width * count, 2.9), squeeze=False)
+    draw([run for runs in groups for run in runs], *axes[0])
     for axis in axes[0]:
         axis.set(xlabel="steps")
         if len(axis.get_legend_handles_labels()[1]) > 1:
@@ -192,9 +338,17 @@ def curves(script: str, task: str, count: int, draw, results: Path, path: Path) 
     return True
 
 
-TABLES, FIGURES = {}, {}
-for prefix, script in SCRIPTS.items():
-    for name, table in {"sort": sort_table, "smollm2": smollm2_table, "speed": speed_table}.items():
-        TABLES[f"{prefix}_{name}"] = functools.partial(table, script=script)
-    for name, how in {"sort": ("sort", 2, sort_panels), "smollm2": ("chain_sum", 1, smollm2_panels)}.items():
-        FIGURES[f"{prefix}_{name}"] = functools.partial(curves, script, *how)
+GRPO, PPO = "grpo_rlhf", "ppo_rlhf"
+TABLES = {name: functools.partial(table, script=script) for name, script, table in (
+    ("grpo_sort", GRPO, sort_table), ("grpo_smollm2", GRPO, smollm2_table), ("grpo_speed", GRPO, speed_table),
+    ("ppo_world", PPO, world_table), ("ppo_leash", PPO, leash_table), ("ppo_sentiment", PPO, sentiment_table),
+    ("ppo_speed", PPO, ppo_speed_table),
+)}  # fmt: skip
+FIGURES = {
+    "grpo_sort": functools.partial(curves, GRPO, "sort", 2, sort_panels),
+    "grpo_smollm2": functools.partial(curves, GRPO, "chain_sum", 1, smollm2_panels),
+    "ppo_leash": functools.partial(
+        curves, PPO, "world", 5, leash_panels, variants=tuple(VARIANTS.values()), width=2.6
+    ),
+    "ppo_sentiment": functools.partial(curves, PPO, "sentiment", 1, sentiment_panels),
+}

@@ -216,7 +216,7 @@ def test_errors_of_the_real_command(script, lab, tmp_path):
     for flags, words in (
         ("--temperature 0", "--temperature 0.0 must be positive and finite"),
         (f"--model nobody/none --dataset {lab / 'rows.jsonl'} --num-eval 4",
-         "grpo_rlhf.py: --model nobody/none, which is no folder here, cannot be loaded: "),
+         "grpo_rlhf.py: nobody/none, which is no folder here, cannot be loaded: "),
     ):  # fmt: skip
         failed = run(script, tmp_path, *flags.split())
         assert failed.returncode != 0 and words in failed.stderr + failed.stdout
@@ -233,7 +233,7 @@ def test_every_kind_of_fault_ends_in_a_sentence(script, lab, train, monkeypatch,
     for flags, words in (
         ("--resume runs/x", "completions.jsonl"),
         (f"--model {lab / 'nan'} {task}", "the model's logits are not numbers"),
-        (f"--model {lab / 'whole'} {task} --reward no", "--reward no is none of"),
+        (f"--model {lab / 'whole'} {task} --reward no", "--reward no is neither"),
     ):
         monkeypatch.setattr(sys, "argv", ["grpo_rlhf.py", *flags.split()])
         with pytest.raises(SystemExit) as end:
@@ -300,8 +300,8 @@ def test_broken_datasets_are_named(refused, tmp_path, rows, words):
     (dict(model="small", stop="9"), "the stop ids [1, 12] are none, or not among the model's 10 tokens"),
     (dict(stop="12"), "--stop '12' is 2 tokens"), (dict(stop=""), "--stop '' is 0 tokens"), (dict(stop="x"), "the tokenizer cannot take the text 'x'"),
     (dict(eval_dataset="none.jsonl"), "cannot read none.jsonl"), (dict(seed=2**64), "--seed 18446744073709551616"),
-    (dict(reward="nosuch"), "--reward nosuch is none of exact, number, format, reasoning_gym"),
-    (dict(reward="exact+"), "--reward  is none of"), (dict(reward="gone.py:f"), "--reward gone.py:f cannot be loaded: "),
+    (dict(reward="nosuch"), "--reward nosuch is neither FILE.py:FUNCTION nor one of ['exact', 'number', 'format', 'reasoning_gym']"),
+    (dict(reward="exact+"), "--reward  is neither"), (dict(reward="gone.py:f"), "--reward gone.py:f cannot be loaded: "),
     (dict(reward="r.py:f"), "--reward r.py:f cannot be loaded: "), (dict(reward="bad.py:f"), "--reward bad.py:f cannot be loaded: "),
     (dict(reward="rows.jsonl:f"), "--reward rows.jsonl:f cannot be loaded: "),
 ], ids=lambda x: "-".join(map(str, x.values())) if isinstance(x, dict) else "")  # fmt: skip
