@@ -397,11 +397,11 @@ MUTANTS = [
         "test_the_reward_model_learns",
     ),
     (
-        "held-out pairs are trained on",
-        "neighbour",
-        "held_out, pairs = pairs[: len(pairs) // 10], pairs[len(pairs) // 10 :]",
-        "held_out = pairs[: len(pairs) // 10]",
-        "test_held_out_pairs",
+        "a pair held out and, turned round, trained on",
+        "",
+        "    pairs = [pair for pair in pairs if key(pair) not in known]\n",
+        "",
+        "test_duplicate_pairs",
     ),
     (
         "noise-free labels",
@@ -716,13 +716,6 @@ MUTANTS = [
         "test_prompts_are_split",
     ),
     ("three pairs are enough", "", "if len(pairs) < 20:", "if len(pairs) < 2:", "test_broken_files"),
-    (
-        "held-out pairs are trained on",
-        "",
-        "pairs[: len(pairs) // 10], pairs[len(pairs) // 10 :]",
-        "pairs[: len(pairs) // 10], pairs",
-        "test_train_reward_model",
-    ),
     (
         "the accuracy is that of the rejected",
         "",
