@@ -89,7 +89,7 @@ class Args:
     reward_model: str | None = None
     """sequence classifier with one output, read with its own tokenizer at the last real token"""
     train_reward_model: str | None = None
-    """PAIRS.jsonl with "prompt", "chosen", "rejected": first train the reward model (from --policy, or on)"""
+    """PAIRS.jsonl with "prompt", "chosen", "rejected": train --reward-model (or --policy) on it first"""
     num_pairs: int = 2000
     """preference pairs of the small world"""
     reward_epochs: int = 1
