@@ -235,7 +235,7 @@ BUILT_IN = dict(
 )  # fmt: skip
 
 
-def parse_args(argv: list[str] | None = None) -> Args:
+def command_line(argv: list[str] | None = None) -> Args:
     """The command line, over the small world's settings if there is no --policy."""
     peek = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for flag in ("--policy", "--resume"):
@@ -1023,6 +1023,14 @@ def sample_batch(
     }  # fmt: skip
 
 
+def normalisation(scores) -> dict:
+    """Mean and deviation of the scores; 1 if all are equal, and there is nothing to divide by. (B,)"""
+    mean, std = scores.mean().item(), scores.std().item()
+    if not math.isfinite(mean):
+        raise UsageError("PPO needs a score for every completion, and one was None or NaN")
+    return {"mean": mean, "std": std if std > 1e-6 else 1.0}
+
+
 @torch.no_grad()
 def evaluate_policy(sampler, policy, reference, tokenizer, rows, eos_ids, functions, truth, args, device):
     """One sample for each held-out prompt, the same random numbers each time. Returns metrics and records."""
@@ -1240,6 +1248,50 @@ def scoring(args: Args, folder: Path, policy, policy_tokenizer, device):
     return {"reward_model": read}, classifier if same else None
 
 
+def stages(args: Args, rows, held_out, rng, generator, device):
+    """What comes before PPO. All that can be refused is, before there is a folder.
+
+    Returns the run's folder, tokenizer, policy, stop ids, prompts, reward functions, the reward model if it
+    reads the policy's tokens, and its accuracies.
+    """
+    if args.policy is not None:
+        tokenizer, policy = load_model(args.policy)
+        eos_ids = stop_ids(tokenizer, policy, args.stop)
+        rows, held_out = (encode_rows(part, tokenizer, policy, args) for part in (rows, held_out))
+    if args.policy is not None and args.train_reward_model is None:
+        functions, classifier = scoring(args, None, policy, tokenizer, device)
+    elif args.train_reward_model is not None and args.resume is None:
+        pairs_tokenizer, classifier = load_classifier(
+            args.reward_model or args.policy, new_head=args.reward_model is None
+        )
+        pairs = load_pairs(args.train_reward_model, pairs_tokenizer)
+    folder, reward_metrics = args.resume or open_run(args, device), {}
+    if args.resume is None and args.policy is None:
+        reward_metrics = small_world(args, folder, rows, generator, rng)
+    elif args.resume is None and args.train_reward_model is not None:
+        reward_metrics = fit_reward_model(classifier.to(device), pairs_tokenizer, pairs, args)
+        classifier.save_pretrained(folder / "reward_model")
+        pairs_tokenizer.save_pretrained(folder / "reward_model")
+    if args.policy is None:
+        tokenizer, policy = load_model(str(folder / "start"))
+        eos_ids = stop_ids(tokenizer, policy, args.stop)
+        rows, held_out = (encode_rows(part, tokenizer, policy, args) for part in (rows, held_out))
+    if args.policy is None or args.train_reward_model is not None:
+        functions, classifier = scoring(args, folder, policy, tokenizer, device)
+    return (
+        folder, tokenizer, policy.to(device), eos_ids, rows, held_out, functions, classifier, reward_metrics
+    )  # fmt: skip
+
+
+def with_reference(policy, args: Args):
+    """The policy to train, and a context that gives the frozen starting policy (None without KL)."""
+    if args.lora_rank:
+        policy = add_lora(policy, args.lora_rank)
+        return policy, lambda: adapter_off(policy)
+    frozen = copy.deepcopy(policy).requires_grad_(False) if args.kl_coef else None
+    return policy, (lambda: contextlib.nullcontext(frozen)) if args.kl_coef else None
+
+
 def main(args: Args) -> dict:
     """Train as `args` say; returns the final metrics."""
     if args.device == "cuda" and not torch.cuda.is_available():
@@ -1269,42 +1321,13 @@ def main(args: Args) -> dict:
             raise UsageError("--track needs: pip install wandb") from error
     rng = np.random.default_rng(prompt_stream)
     rows, held_out = prompts_of(args, rng)
-    if args.policy is not None:  # all that can be refused is, before there is a folder
-        tokenizer, policy = load_model(args.policy)
-        eos_ids = stop_ids(tokenizer, policy, args.stop)
-        rows, held_out = (encode_rows(part, tokenizer, policy, args) for part in (rows, held_out))
-    if args.policy is not None and args.train_reward_model is None:
-        functions, classifier = scoring(args, None, policy, tokenizer, device)
-    elif args.train_reward_model is not None and state is None:
-        pairs_tokenizer, classifier = load_classifier(
-            args.reward_model or args.policy, new_head=args.reward_model is None
-        )
-        pairs = load_pairs(args.train_reward_model, pairs_tokenizer)
-    folder, reward_metrics = args.resume or open_run(args, device), {}
-    if state is None and args.policy is None:
-        reward_metrics = small_world(args, folder, rows, generator, rng)
-    elif state is None and args.train_reward_model is not None:
-        reward_metrics = fit_reward_model(classifier.to(device), pairs_tokenizer, pairs, args)
-        classifier.save_pretrained(folder / "reward_model")
-        pairs_tokenizer.save_pretrained(folder / "reward_model")
-    if args.policy is None:
-        tokenizer, policy = load_model(str(folder / "start"))
-        eos_ids = stop_ids(tokenizer, policy, args.stop)
-        rows, held_out = (encode_rows(part, tokenizer, policy, args) for part in (rows, held_out))
-    if args.policy is None or args.train_reward_model is not None:
-        functions, classifier = scoring(args, folder, policy, tokenizer, device)
-    policy = policy.to(device)
+    folder, tokenizer, policy, eos_ids, rows, held_out, functions, classifier, reward_metrics = stages(
+        args, rows, held_out, rng, generator, device
+    )
     critic = classifier_of(policy, classifier)
-    reference = None  # a context that gives the frozen starting policy
-    if args.lora_rank:
-        policy = add_lora(policy, args.lora_rank)
-        reference = lambda: adapter_off(policy)
-    elif args.kl_coef:
-        frozen = copy.deepcopy(policy).requires_grad_(False)
-        reference = lambda: contextlib.nullcontext(frozen)
-    if args.gradient_checkpointing:
-        policy.activation_checkpointing_enable({"use_reentrant": False})
-        critic.activation_checkpointing_enable({"use_reentrant": False})
+    policy, reference = with_reference(policy, args)
+    for model in (policy, critic) if args.gradient_checkpointing else ():
+        model.activation_checkpointing_enable({"use_reentrant": False})
     policy.eval()
     trained = {f"policy.{name}": p for name, p in policy.named_parameters() if p.requires_grad}
     trained |= {f"critic.{name}": p for name, p in critic.named_parameters()}
@@ -1322,10 +1345,7 @@ def main(args: Args) -> dict:
         sample, _ = respond(
             sampler, tokenizer, chosen, 1, args.temperature, eos_ids, functions, generator, args
         )
-        mean, std = sample["rewards"].mean().item(), sample["rewards"].std().item()
-        if not math.isfinite(mean):
-            raise UsageError("PPO needs a score for every completion, and one was None or NaN")
-        norm = {"mean": mean, "std": std if std > 1e-6 else 1.0}  # all equal: nothing to divide by
+        norm = normalisation(sample["rewards"])
     elif state is not None:
         first, drawn, norm, controller.coef = (state[name] for name in ("step", "drawn", "norm", "kl_coef"))
         if {n: p.shape for n, p in state["models"].items()} != {n: p.shape for n, p in trained.items()}:
@@ -1431,6 +1451,6 @@ def main(args: Args) -> dict:
 
 if __name__ == "__main__":
     try:
-        main(parse_args())
+        main(command_line())
     except (UsageError, FloatingPointError, OSError) as error:
         sys.exit(f"{SCRIPT}.py: {error}")

@@ -185,7 +185,7 @@ def test_wrong_combinations_are_named(script, flags, words):
 def test_flags_win_over_built_in(script, argv, wanted):
     """A flag that is given wins, also where it equals the class default; BUILT_IN is for runs without --policy."""
     wanted = script.BUILT_IN if wanted == "BUILT_IN" else wanted
-    args = vars(script.parse_args(argv.split()))
+    args = vars(script.command_line(argv.split()))
     assert {name: args[name] for name in wanted} == wanted
     if "policy" in wanted or "resume" in wanted:
         assert args == vars(script.Args(**wanted))
@@ -197,7 +197,7 @@ def test_help_explains_every_flag(script, capsys, monkeypatch):
     """--help names each flag with its text."""
     monkeypatch.setenv("COLUMNS", "200")
     with pytest.raises(SystemExit) as end:
-        script.parse_args(["--help"])
+        script.command_line(["--help"])
     shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
     (body,) = (x.body for x in ast.parse(script.path.read_text()).body if getattr(x, "name", "") == "Args")
     told = {a.target.id: b.value.value for a, b in zip(body, body[1:])
@@ -214,7 +214,7 @@ def test_help_explains_every_flag(script, capsys, monkeypatch):
 def test_wrong_words_on_the_command_line(script, capsys, argv, words):
     """An unknown flag, a value of the wrong type or none of the choices is told, with code 2."""
     with pytest.raises(SystemExit) as end:
-        script.parse_args(argv)
+        script.command_line(argv)
     assert end.value.code == 2 and words in "".join(capsys.readouterr())
 
 

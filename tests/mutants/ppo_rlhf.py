@@ -315,8 +315,8 @@ MUTANTS = [
     (
         "kl_coef 0 keeps a reference",
         "neighbour",
-        "    elif args.kl_coef:\n",
-        "    else:\n",
+        " if args.kl_coef else None\n",
+        " if True else None\n",
         "test_without_a_kl",
     ),
     (
@@ -606,7 +606,7 @@ MUTANTS = [
     (
         "the reward model is trained again by a resumed run",
         "",
-        "elif state is None and args.train_reward_model is not None:",
+        "elif args.resume is None and args.train_reward_model is not None:",
         "elif args.train_reward_model is not None:",
         "test_train_reward_model",
     ),
