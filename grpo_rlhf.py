@@ -274,7 +274,7 @@ def token_logps(logits, tokens, temperature):
 
 
 def response_mask(tokens, eos_ids):
-    """True up to and with the first stop id, everywhere if there is none. (B, L) -> (B, L). [D7]"""
+    """True up to and with the first stop id, everywhere if there is none. (B, L) -> (B, L)."""
     stop = torch.isin(tokens, torch.as_tensor(eos_ids, device=tokens.device)).long()
     return stop.cumsum(1) - stop == 0
 
@@ -388,7 +388,7 @@ def aggregate(loss, mask, mode, num_tokens, num_sequences, max_length):
 
 
 def pack(prompt_lengths, lengths, samples, group_size, row_tokens, batch_tokens):
-    """Micro-batches of rows of samples: [[[sample, ...] of one prompt, ...], ...]; each sample once. [D2]
+    """Micro-batches of rows of samples: [[[sample, ...] of one prompt, ...], ...]; each sample once.
 
     A row holds its prompt once and as many responses to it as row_tokens allow (one at least); a micro-batch
     holds rows of similar length, batch_tokens with their padding at most (one row at least).
@@ -482,7 +482,7 @@ def tokens_of(tokenizer, text: str, **settings) -> list[int]:
 
 
 def stop_ids(tokenizer, model, stop: str | None) -> list[int]:
-    """Every id that ends a response: of the tokenizer, of the model's configurations, and --stop. [D7]"""
+    """Every id that ends a response: of the tokenizer, of the model's configurations, and --stop."""
     known = [tokenizer.eos_token_id, model.config.eos_token_id]
     known.append(getattr(model.generation_config, "eos_token_id", None))
     ids = {i for entry in known for i in (entry if isinstance(entry, list) else [entry]) if i is not None}
@@ -723,7 +723,7 @@ def load_task(args: Args, rng):
 
 @torch.no_grad()
 def generate(model, prompts, copies, max_new_tokens, temperature, eos_ids, generator):
-    """Sample `copies` responses to each prompt (temperature 0: the likeliest tokens). [D1] [D2]
+    """Sample `copies` responses to each prompt (temperature 0: the likeliest tokens).
 
     Returns tokens (B, max_new_tokens), arbitrary after the stop token, their log-probabilities and the
     entropies of the distributions that they were drawn from; B = prompts x copies,
@@ -732,7 +732,7 @@ def generate(model, prompts, copies, max_new_tokens, temperature, eos_ids, gener
     device, size, width = generator.device, len(prompts) * copies, max(map(len, prompts))
     ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=device)  # left-padded
     lengths = torch.tensor([len(p) for p in prompts], device=device)
-    mask = torch.arange(width, device=device) >= width - lengths[:, None]  # [D7]
+    mask = torch.arange(width, device=device) >= width - lengths[:, None]
     position = (mask.cumsum(1) - 1).clamp(min=0)
     last = torch.tensor([width - 1], device=device)  # an index: a slice would copy the head for each prompt
     out = model(ids, attention_mask=mask.long(), position_ids=position, use_cache=True, logits_to_keep=last)
@@ -871,7 +871,7 @@ def lay_out(batch, rows, group_size):
     """The inputs of one micro-batch of `pack`, and the (row, column) before each response token.
 
     A row is a prompt and then, one after another, responses to it, each at the positions after the prompt and
-    seeing the prompt and itself only. [D2]
+    seeing the prompt and itself only.
     """
     chosen, device = [i for row in rows for i in row], batch["tokens"].device
     mask, tokens = batch["mask"][chosen], batch["tokens"][chosen]
@@ -911,7 +911,7 @@ def score(model, batch, rows, args):
     inputs, row, column = lay_out(batch, rows, args.group_size)
     columns, column = column.unique(return_inverse=True)
     with torch.autocast(tokens.device.type, torch.bfloat16, enabled=args.dtype == "bfloat16"):
-        logits = model(**inputs, logits_to_keep=columns).logits[row, column]  # of response tokens only [D3]
+        logits = model(**inputs, logits_to_keep=columns).logits[row, column]  # of response tokens only
     logps = token_logps(logits[None], tokens[mask][None], args.temperature)[0]
     return torch.zeros(mask.shape, device=tokens.device).masked_scatter(mask, logps)
 
