@@ -1084,7 +1084,7 @@ def open_run(args: Args, device: torch.device) -> Path:
     """A new folder runs/<name> with config.json; an existing one is never touched."""
     default = f"{args.task_name}__{SCRIPT}__{args.seed}__{time.time_ns() // 10**6}"
     folder = Path("runs") / (args.run_name or default)
-    packages = ("torch", "numpy", "gymnasium", "mujoco", "transformers")
+    packages = ("torch", "numpy", "gymnasium", "mujoco", "ale_py", "transformers")
     versions = {name: getattr(sys.modules.get(name), "__version__", None) for name in packages}
     config = {
         "args": dataclasses.asdict(args),

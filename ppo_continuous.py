@@ -303,7 +303,7 @@ class RunningNorm:
 # ---- 3. Model ----------------------------------------------------------------------------------------------
 
 
-def layer_init(layer: nn.Linear, gain: float = math.sqrt(2)) -> nn.Linear:
+def layer_init(layer: nn.Module, gain: float = math.sqrt(2)) -> nn.Module:
     nn.init.orthogonal_(layer.weight, gain)
     nn.init.zeros_(layer.bias)
     return layer
@@ -632,7 +632,7 @@ def open_run(args: Args, device: torch.device) -> Path:
     """A new folder runs/<name> with config.json; an existing one is never touched."""
     default = f"{args.task_name}__{SCRIPT}__{args.seed}__{time.time_ns() // 10**6}"
     folder = Path("runs") / (args.run_name or default)
-    packages = ("torch", "numpy", "gymnasium", "mujoco", "transformers")
+    packages = ("torch", "numpy", "gymnasium", "mujoco", "ale_py", "transformers")
     versions = {name: getattr(sys.modules.get(name), "__version__", None) for name in packages}
     config = {
         "args": dataclasses.asdict(args),
@@ -797,7 +797,7 @@ def main(args: Args) -> dict:
     if run:
         run.finish()
     shown = [name for name in ("charts/episodic_return_100", "eval/episodic_return") if name in metrics]
-    print(", ".join(f"{name} {metrics[name]:.1f}" for name in shown) + f"; {folder / 'checkpoint.pt'}")
+    print("; ".join([*(f"{name} {metrics[name]:.1f}" for name in shown), str(folder / "checkpoint.pt")]))
     return metrics | {"step": total, "folder": str(folder)}
 
 

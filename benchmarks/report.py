@@ -20,7 +20,7 @@ import language
 import numpy as np
 from language import STYLE, markdown, read
 from scipy.stats import bootstrap, trim_mean
-from speed import SHORT, summary
+from speed import summary
 
 HERE = Path(__file__).resolve().parent
 OURS, DEFAULT, CLEANRL = "ppo_continuous", "logstd-1", "logstd0"  # variants: our default, CleanRL's value
@@ -157,7 +157,7 @@ def speed_table(results: Path) -> str:
             cells = [f"{r['steady']:.0f}", ratio, f"{r['start']:.1f}", f"{r['million'] / 60:.1f}"]
             rows.append([r["contender"], r["env"], *cells])
         name, steady = table[0]["contender"], table[0]["steady"]
-        cold = machine["contenders"][name]["first_cpu"] - SHORT / steady
+        cold = machine["contenders"][name]["first_cpu"] - int(records[0]["steps_short"]) / steady
         notes += (
             f"\n{name}, {table[0]['env']}: medians of {records[-1]['round']} interleaved rounds, CPU time "
         )
