@@ -9,6 +9,7 @@ Nothing is imported from the other scripts; `pytest --script my_copy.py` verifie
 
     python grpo_rlhf.py                                         # a tiny model learns to sort, in a minute
     python grpo_rlhf.py --model MODEL --dataset train.jsonl --reward number --preset dapo --dtype bfloat16
+    torchrun --nproc-per-node 4 grpo_rlhf.py --model MODEL ...  # the same batch, divided over four processes
 
 Papers: GRPO (DeepSeekMath, Shao et al. 2024, arXiv 2402.03300, eq. 3 and 4), PPO (Schulman et al. 2017, arXiv
 1707.06347, eq. 7), RLOO (Ahmadian et al. 2024, arXiv 2402.14740, eq. 4), Dr. GRPO (Liu et al. 2025, arXiv
@@ -22,7 +23,8 @@ Differs from TRL's GRPOTrainer and from the papers in:
  [D2] A prompt is computed once for its group, when sampling (the cache is forked) and when learning (the
       responses of a group share one row, under a mask); responses leave the batch when they end.
  [D3] Logits exist at response tokens only, in micro-batches by a budget of tokens, with float32 log-softmax.
- [D4] Losses are divided by the counts of the whole optimiser step: no cut into micro-batches changes them.
+ [D4] Losses are divided by the counts of the whole optimiser step: no cut into micro-batches, or over the
+      processes of torchrun, changes the update.
  [D5] A group of equal rewards has advantage exactly 0 (decided by its range, not by its deviation), and what
       has advantage 0 is not computed, unless a KL term needs it.
  [D6] A KL term in the loss is weighted by the ratio: its gradient is that of KL(policy || reference), which
@@ -36,6 +38,7 @@ Differs from TRL's GRPOTrainer and from the papers in:
 """
 
 import argparse
+import atexit
 import collections
 import contextlib
 import copy
@@ -53,11 +56,13 @@ import signal
 import sys
 import time
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 import transformers
@@ -96,7 +101,7 @@ class Args:
     total_steps: int = 200
     """training steps: batches of sampled responses"""
     num_prompts: int = 16
-    """prompts, that is groups, a step"""
+    """prompts, that is groups, a step, of all processes together"""
     group_size: int = 8
     """responses to a prompt"""
     max_new_tokens: int = 512
@@ -144,7 +149,7 @@ class Args:
     gradient_checkpointing: bool = False
     """recompute activations in the backward pass: less memory, more time"""
     batch_tokens: int = 8192
-    """most tokens of a micro-batch, padding included"""
+    """most tokens of a micro-batch of one process, padding included"""
     row_tokens: int = 1024
     """responses of a group share a row up to so many tokens; 0: a row each, for models without such masks"""
     eval_every: int = 20
@@ -252,6 +257,12 @@ def parse_args(argv: list[str] | None = None) -> Args:
 def streams(seed: int) -> list[np.random.SeedSequence]:
     """Independent random streams: environments or prompts, actions or tokens, shuffling, evaluation."""
     return np.random.SeedSequence(seed).spawn(4)
+
+
+def own_generator(stream: np.random.SeedSequence, rank: int, device: torch.device) -> torch.Generator:
+    """Random numbers from the stream in the first process, from another child of it in each other one."""
+    stream = stream.spawn(rank)[-1] if rank else stream
+    return torch.Generator(device).manual_seed(int(stream.generate_state(1)[0]))
 
 
 # ---- 2. Pure functions: B responses in groups of G, L tokens, V vocabulary, M any shape --------------------
@@ -440,7 +451,8 @@ def tiny_model(tokenizer):
 def supervised_start(model, tokenizer, rows, rng, steps=150, batch_size=128):
     """Teach the tiny model from demonstrations of mixed skill: 30 % sorted, 35 % sorted down, 35 % copied."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
-    for step in tqdm(range(steps), desc="supervised start", unit=" steps"):
+    shown = sys.stdout if dist.is_initialized() and dist.get_rank() else sys.stderr
+    for step in tqdm(range(steps), desc="supervised start", unit=" steps", file=shown):
         texts = []
         skills = rng.choice(3, batch_size, p=[0.3, 0.35, 0.35])
         for i, skill in zip(rng.integers(len(rows), size=batch_size), skills):
@@ -792,30 +804,37 @@ def respond(sampler, tokenizer, rows, copies, temperature, eos_ids, functions, g
     return out | {"entropies": entropies, "finished": stop.any(1)}, texts
 
 
-def sample_groups(sampler, tokenizer, rows, drawn, eos_ids, functions, generator, args):
+def sample_groups(sampler, tokenizer, rows, drawn, eos_ids, functions, generator, args, rank=0, size=1):
     """A batch of groups as `respond` makes it, metrics of all that was sampled, number of rows drawn so far.
 
-    Dynamic sampling (DAPO, eq. 11): rounds go on until there are enough groups that are not flat.
+    Dynamic sampling (DAPO, eq. 11): rounds go on until there are enough groups that are not flat. The batch
+    is this process's part, which may be of any size, also empty; all else is global.
     """
-    batch, prompts, seen = None, [], []
+    batch, prompts, places, found, seen = None, [], [], 0, []
+    responses = args.num_prompts * args.group_size
     for _ in range(args.sampling_rounds):
         chosen = [rows[i] for i in prompt_indices(drawn, args.num_prompts, len(rows), args.seed)]
+        chosen = chosen[share_of(args.num_prompts, rank, size)]
         drawn += args.num_prompts
-        new, texts = respond(
+        new, _ = respond(
             sampler, tokenizer, chosen, args.group_size, args.temperature, eos_ids, functions, generator, args
         )
-        if new["rewards"].isnan().all():
-            raise UsageError(f"--reward {args.reward} scored none of {len(texts)} completions")
         length = new["mask"].sum(1)
         flat = flat_groups(new["rewards"], args.group_size)
+        sums = [new["rewards"].nansum(), new["rewards"].isnan().sum(), flat.sum(), new["finished"].sum()]
+        sums += [new["entropies"].masked_fill(~new["mask"], 0.0).sum(), length.sum()]
+        sums = sum_over_processes(torch.stack([x.double() for x in sums]))
+        reward, unscored, num_flat, finished, entropy, tokens = sums.float()
+        if unscored == responses:
+            raise UsageError(f"--reward {args.reward} scored none of {responses} completions")
         seen.append({
-            "charts/reward": new["rewards"].nanmean().item(),
-            "charts/flat_groups": flat.float().mean().item(),
-            "charts/response_length": length.float().mean().item(),
-            "charts/eos_share": new["finished"].float().mean().item(),
-            "charts/unscored": new["rewards"].isnan().float().mean().item(),
-            "losses/entropy": masked_mean(new["entropies"], new["mask"]).item(),
-            "charts/tokens": length.sum().item(),
+            "charts/reward": (reward / (responses - unscored)).item(),
+            "charts/flat_groups": (num_flat / args.num_prompts).item(),
+            "charts/response_length": (tokens / responses).item(),
+            "charts/eos_share": (finished / responses).item(),
+            "charts/unscored": (unscored / responses).item(),
+            "losses/entropy": (entropy / tokens).item(),
+            "charts/tokens": int(sums[-1]),
         })  # fmt: skip
         if args.overlong_buffer:
             buffer = args.overlong_buffer * args.max_new_tokens
@@ -825,9 +844,12 @@ def sample_groups(sampler, tokenizer, rows, drawn, eos_ids, functions, generator
         samples = keep.repeat_interleave(args.group_size)
         new = {name: value[samples] for name, value in new.items()}
         batch = new if batch is None else {name: torch.cat([batch[name], new[name]]) for name in new}
-        if len(prompts) >= args.num_prompts:
+        kept = collect(int(keep.sum()))
+        places += range(found + sum(kept[:rank]), found + sum(kept[: rank + 1]))  # among the groups of all
+        found += sum(kept)
+        if found >= args.num_prompts:
             break
-    count = min(len(prompts), args.num_prompts)
+    count = sum(place < args.num_prompts for place in places)
     width = max([1, *batch["mask"].sum(1).tolist()])
     batch = {name: value[: count * args.group_size] for name, value in batch.items()}
     batch |= {name: batch[name][:, :width] for name in ("tokens", "mask", "sampled", "entropies")}
@@ -836,15 +858,16 @@ def sample_groups(sampler, tokenizer, rows, drawn, eos_ids, functions, generator
     return batch | {"prompts": prompts[:count]}, metrics, drawn
 
 
-def pass_rates(sampler, tokenizer, rows, eos_ids, functions, args, device):
+def pass_rates(sampler, tokenizer, rows, eos_ids, functions, args, device, rank=0, size=1):
     """Held-out prompts, the same random numbers each time: greedy accuracy, pass@1 and pass@k of samples.
 
-    A completion passes with a reward of 1 or more. Returns metrics, and a record of each greedy completion.
+    A completion passes with a reward of 1 or more. Returns metrics, and a record of each greedy completion:
+    both global, while each process answers its share of the prompts.
     """
-    generator = torch.Generator(device).manual_seed(int(streams(args.seed)[3].generate_state(1)[0]))
-    records, passed, k = [], [], args.eval_samples
-    size = max(1, args.num_prompts * args.group_size // max(k, 1))
-    for part in (rows[first : first + size] for first in range(0, len(rows), size)):
+    generator = own_generator(streams(args.seed)[3], rank, device)
+    records, passed, k, rows = [], [], args.eval_samples, rows[share_of(len(rows), rank, size)]
+    length = max(1, args.num_prompts * args.group_size // (max(k, 1) * size))
+    for part in (rows[first : first + length] for first in range(0, len(rows), length)):
         greedy, texts = respond(sampler, tokenizer, part, 1, 0.0, eos_ids, functions, generator, args)
         marks = zip(greedy["rewards"].tolist(), greedy["finished"].tolist())
         for row, text, (reward, ended) in zip(part, texts, marks):
@@ -854,12 +877,13 @@ def pass_rates(sampler, tokenizer, rows, eos_ids, functions, args, device):
             drawn, _ = respond(
                 sampler, tokenizer, part, k, args.temperature, eos_ids, functions, generator, args
             )
-            passed.append((drawn["rewards"] >= 1.0).view(-1, k))
+            passed += (drawn["rewards"] >= 1.0).view(-1, k).tolist()
+    records, passed = (sum(parts, []) for parts in zip(*collect((records, passed))))
     if all(record["reward"] is None for record in records):
         raise UsageError(f"--reward {args.reward} scored none of {len(records)} held-out completions")
     metrics = {"eval/greedy": float(np.mean([(record["reward"] or 0.0) >= 1.0 for record in records]))}
     if k:
-        passed = torch.cat(passed).float()
+        passed = torch.tensor(passed).float()
         metrics |= {"eval/pass@1": passed.mean().item(), f"eval/pass@{k}": passed.amax(1).mean().item()}
     return metrics, records
 
@@ -977,30 +1001,53 @@ def micro_batch_loss(model, batch, rows, counts, args):
     return loss, sums
 
 
-def update_policy(model, optimizer, batch, generator, args):
-    """Epochs of optimiser steps on one batch, over minibatches of whole groups. Returns metrics."""
-    sums, norms, members = collections.Counter(), [], torch.arange(args.group_size, device=generator.device)
-    epochs = (
-        minibatches(len(batch["prompts"]), args.num_minibatches, generator) for _ in range(args.update_epochs)
+def sum_gradients(parameters) -> None:
+    """Sum the gradients over all processes, in one go; who has no samples takes part with zeros."""
+    parameters = [p for p in parameters if p.requires_grad]
+    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+    flat = sum_over_processes(torch.cat([gradient.flatten() for gradient in gradients]))
+    for p, part in zip(parameters, flat.split([p.numel() for p in parameters])):
+        p.grad = part.view_as(p)
+
+
+def update_policy(model, optimizer, batch, generator, args, rank=0):
+    """Epochs of optimiser steps on one batch, over minibatches of whole groups. Returns metrics.
+
+    `batch` is this process's part. Minibatches, counts, steps and metrics are global: each process computes
+    the samples that it holds.
+    """
+    device, members = generator.device, torch.arange(args.group_size, device=generator.device)
+    sums, norms, first = collections.Counter(), [], sum(collect(len(batch["mask"]))[:rank])
+    lengths, needed = (  # of the samples of all processes
+        torch.tensor(sum(collect(x.tolist()), []), dtype=x.dtype, device=device)
+        for x in (batch["mask"].sum(1), batch["needed"])
     )
+    num_groups = len(lengths) // args.group_size
+    epochs = (minibatches(num_groups, args.num_minibatches, generator) for _ in range(args.update_epochs))
     model.train(args.gradient_checkpointing)  # there is no dropout
     for groups in itertools.chain.from_iterable(epochs):
         samples = (groups[:, None] * args.group_size + members).flatten()
-        counts = batch["mask"][samples].sum(), len(samples), args.max_new_tokens  # of the whole step [D4]
-        samples = samples[batch["needed"][samples]].sort().values.tolist()
+        counts = lengths[samples].sum(), len(samples), args.max_new_tokens  # of the whole step [D4]
+        samples = samples[needed[samples]].sort().values.tolist()
+        own = [i - first for i in samples if first <= i < first + len(batch["mask"])]
         optimizer.zero_grad()
-        for rows in micro_batches(batch, samples, args):
+        for rows in micro_batches(batch, own, args):
             loss, part = micro_batch_loss(model, batch, rows, counts, args)
             loss.backward()
             sums.update(part)
         if not samples:
-            continue  # nothing to learn: no step on momentum alone
+            continue  # nothing to learn in any process: no step on momentum alone
         # Here the gradient of the step is complete: the one place to sum it over processes.
+        if dist.is_initialized():
+            sum_gradients(model.parameters())
         norms.append(nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm).item())
         if not math.isfinite(norms[-1]):
             raise FloatingPointError("the gradient is not finite")
         optimizer.step()
     model.eval()
+    names = "policy_loss kl_loss approx_kl clipfrac mismatch ref_kl tokens responses".split()
+    sums = torch.tensor([sums[name] for name in names], dtype=torch.float64, device=device)
+    sums = dict(zip(names, sum_over_processes(sums).tolist()))
     tokens, responses = max(sums["tokens"], 1), max(sums["responses"], 1)
     metrics = {f"losses/{name}": sums[name] / args.num_updates for name in ("policy_loss", "kl_loss")}
     metrics |= {f"losses/{name}": sums[name] / tokens for name in ("approx_kl", "clipfrac", "mismatch")}
@@ -1029,7 +1076,49 @@ def self_check(model, reference, batch, metrics, args) -> None:
         tqdm.write(f"self-check: equal rewards in each group (mean {metrics['charts/reward']:.2f})")
 
 
-# ---- 7. Runs: folder, checkpoint, signals ------------------------------------------------------------------
+# ---- 7. Runs: processes, folder, checkpoint, signals -------------------------------------------------------
+
+
+def join_processes(device: torch.device) -> tuple[int, int]:
+    """This process's rank and the number of processes: torchrun's, or 0 and 1. Only the first one prints."""
+    if "RANK" not in os.environ:
+        return 0, 1
+    if device.type == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    if not dist.is_initialized():
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(hours=2))  # others wait while the first evaluates
+        atexit.register(dist.destroy_process_group)
+    if dist.get_rank():
+        sys.stdout = open(os.devnull, "w")
+    return dist.get_rank(), dist.get_world_size()
+
+
+def share_of(total: int, rank: int, size: int) -> slice:
+    """Which of `total` items in a row belong to process `rank` of `size`."""
+    return slice(total * rank // size, total * (rank + 1) // size)
+
+
+def sum_over_processes(x: torch.Tensor) -> torch.Tensor:
+    """Sum over all processes, in place; `x` as it is where there is one process."""
+    if dist.is_initialized():
+        dist.all_reduce(x)
+    return x
+
+
+def collect(x) -> list:
+    """The objects of all processes in the order of their ranks."""
+    found = [x] * (dist.get_world_size() if dist.is_initialized() else 1)
+    if dist.is_initialized():
+        dist.all_gather_object(found, x)
+    return found
+
+
+def check_weights(parameters) -> None:
+    """All processes must hold the same weights: compared by their sums, at start and at each checkpoint."""
+    sums = collect([p.detach().double().sum().item() for p in parameters])
+    if any(other != sums[0] for other in sums):
+        raise RuntimeError("the weights of the processes differ")
 
 
 def save_checkpoint(path: Path, state: dict) -> None:
@@ -1119,20 +1208,22 @@ def main(args: Args) -> dict:
     device = torch.device("cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu")
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
+    rank, size = join_processes(device)
+    if args.resume is None and args.num_prompts < size:
+        raise UsageError(f"--num-prompts {args.num_prompts} are fewer than the {size} processes")
     state = None
     if args.resume is not None:
         state = load_checkpoint(args.resume / "checkpoint.pt")
         args = resumed_args(args, state["args"])
         if state["step"] == args.total_steps:
             raise UsageError(f"--resume {args.resume}: this run is finished, at step {state['step']:,}")
+        if (number := len(state["tokens"])) != size:
+            raise UsageError(f"--resume {args.resume}: this is a run of {number} processes, not of {size}")
     if args.model is None:
         torch.set_num_threads(1)  # a model this small runs slower on more
 
     prompt_stream, token_stream, shuffle_stream, _ = streams(args.seed)  # [D10]
-    generator, shuffle = (
-        torch.Generator(device).manual_seed(int(stream.generate_state(1)[0]))
-        for stream in (token_stream, shuffle_stream)
-    )
+    generator, shuffle = own_generator(token_stream, rank, device), own_generator(shuffle_stream, 0, device)
     torch.manual_seed(args.seed)  # initial weights
     if args.track:
         try:
@@ -1152,7 +1243,7 @@ def main(args: Args) -> dict:
     first, drawn, flat_steps, metrics, run = 0, 0, 0, {}, None
 
     if state is None:
-        folder = open_run(args, device)
+        folder = collect(open_run(args, device) if rank == 0 else None)[0]
     else:
         folder, first, drawn = args.resume, state["step"], state["drawn"]
         if {n: p.shape for n, p in state["model"].items()} != {n: p.shape for n, p in trained.items()}:
@@ -1160,13 +1251,18 @@ def main(args: Args) -> dict:
         for name, parameter in trained.items():
             parameter.data.copy_(state["model"][name])
         optimizer.load_state_dict(state["optimizer"])
-        generator.set_state(state["tokens"])
+        generator.set_state(state["tokens"][rank].clone())  # a view would crash it
         shuffle.set_state(state["shuffle"])
-        for name in ("metrics.jsonl", "completions.jsonl"):
+        for name in ("metrics.jsonl", "completions.jsonl") if rank == 0 else ():
             lines = (folder / name).read_text().splitlines(keepends=True)
             whole = [line for line in lines if line.endswith("\n")]
             (folder / name).write_text("".join(x for x in whole if json.loads(x)["step"] <= first))
-    if args.track:
+    if size > 1:
+        with reference() if reference is not None else contextlib.nullcontext(model) as frozen:
+            for parameter in itertools.chain(model.parameters(), frozen.parameters()):
+                dist.broadcast(parameter.data, 0)
+    check_weights(model.parameters())
+    if args.track and rank == 0:
         settings = dict(name=folder.name, id=folder.name, resume="allow", config=vars(args))
         run = wandb.init(project=args.wandb_project_name, **settings)
     if args.preset:
@@ -1177,17 +1273,21 @@ def main(args: Args) -> dict:
 
     def look(step: int) -> dict:
         """Evaluate, keep the completions, show some."""
-        found, records = pass_rates(sampler, tokenizer, held_out, eos_ids, functions, args, device)
-        with open(folder / "completions.jsonl", "a") as file:
+        found, records = pass_rates(
+            sampler, tokenizer, held_out, eos_ids, functions, args, device, rank, size
+        )
+        with open(folder / "completions.jsonl" if rank == 0 else os.devnull, "a") as file:
             file.writelines(json.dumps({"step": step, **record}) + "\n" for record in records)
         tqdm.write(f"step {step}: " + ", ".join(f"{name} {value:.3f}" for name, value in found.items()))
         for record in records[:3]:
             tqdm.write(f"    {record['prompt']!r} -> {record['completion']!r} (reward {record['reward']})")
         return found
 
-    with stop_signals() as stopped, tqdm(total=args.total_steps, initial=first, unit=" steps") as bar:
+    log = folder / "metrics.jsonl" if rank == 0 else Path(os.devnull)
+    progress = dict(total=args.total_steps, initial=first, unit=" steps")
+    with stop_signals() as stopped, tqdm(**progress, file=sys.stdout if rank else sys.stderr) as bar:
         if state is None:
-            write_metrics(folder / "metrics.jsonl", 0, look(0))
+            write_metrics(log, 0, look(0))
         try:
             for step in range(first + 1, args.total_steps + 1):
                 lr = args.learning_rate * min(1.0, step / max(args.warmup_steps, 1))
@@ -1195,14 +1295,14 @@ def main(args: Args) -> dict:
                 optimizer.param_groups[0]["lr"] = lr
                 begun = time.perf_counter()
                 batch, charts, drawn = sample_groups(
-                    sampler, tokenizer, rows, drawn, eos_ids, functions, generator, args
+                    sampler, tokenizer, rows, drawn, eos_ids, functions, generator, args, rank, size
                 )
                 if step == 1 and args.self_checks and batch["prompts"]:
                     self_check(model, reference, batch, charts, args)
                 sampled = time.perf_counter()
                 prepare(model, reference, batch, args)
                 scored = time.perf_counter()
-                losses = update_policy(model, optimizer, batch, shuffle, args)
+                losses = update_policy(model, optimizer, batch, shuffle, args, rank)
                 ended = time.perf_counter()
                 if sampler is not model:
                     bfloat16_copy(model, sampler)
@@ -1223,35 +1323,44 @@ def main(args: Args) -> dict:
                 final = step == args.total_steps
                 if final or args.eval_every and step % args.eval_every == 0:
                     metrics |= look(step)
-                write_metrics(folder / "metrics.jsonl", step, metrics)
+                write_metrics(log, step, metrics)
                 if run:
                     run.log(metrics, step=step)
                 shown = {"reward": f"{metrics['charts/reward']:.3f}", "tok/s": f"{metrics['charts/TPS']:.0f}"}
                 bar.set_postfix(shown, refresh=False)
                 bar.update()
-                if final or stopped or step % args.save_every == 0:
+                signals = sum(collect(stopped), [])  # all leave after the same step
+                if final or signals or step % args.save_every == 0:
+                    check_weights(trained.values())
                     state = {"script": SCRIPT, "args": json.loads(json.dumps(vars(args), default=str))}
-                    state |= {"step": step, "drawn": drawn, "tokens": generator.get_state()}
+                    state |= {"step": step, "drawn": drawn}
+                    state["tokens"] = torch.stack(collect(generator.get_state()))  # a row a process
                     state |= {"shuffle": shuffle.get_state(), "optimizer": optimizer.state_dict()}
                     state["model"] = {name: p.detach() for name, p in trained.items()}
-                    save_checkpoint(folder / "checkpoint.pt", state)
-                if stopped and not final:
+                    if rank == 0:
+                        save_checkpoint(folder / "checkpoint.pt", state)
+                    collect(None)  # nobody leaves before it is written: torchrun ends all when one has left
+                if signals and not final:
                     bar.close()
-                    print(f"stopped at step {step:,}; continue with: python {SCRIPT}.py --resume {folder}")
-                    raise SystemExit(128 + stopped[0])
-        except (FloatingPointError, UsageError) as error:
+                    launch = f"torchrun --nproc-per-node {size}" if size > 1 else "python"
+                    print(f"stopped at step {step:,}; continue with: {launch} {SCRIPT}.py --resume {folder}")
+                    raise SystemExit(128 + signals[0])
+        except (FloatingPointError, UsageError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and not dist.is_initialized():
+                raise
             good = folder / "checkpoint.pt"
             kept = f"{good}, step {load_checkpoint(good)['step']:,}" if good.exists() else "none yet"
             text = f"stopped at step {step:,}: {error}; last good checkpoint: {kept}"
-            raise type(error)(text) from error
+            raise (ConnectionError if isinstance(error, RuntimeError) else type(error))(text) from error
     if run:
         run.finish()
-    model.save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
-    before = json.loads((folder / "metrics.jsonl").read_text().splitlines()[0])
-    for name in (name for name in metrics if name.startswith("eval/")):
-        print(f"{name}: {before[name]:.3f} before, {metrics[name]:.3f} after")
-    print(f"the model is in {folder / 'model'}")
+    if rank == 0:
+        model.save_pretrained(folder / "model")
+        tokenizer.save_pretrained(folder / "model")
+        before = json.loads(log.read_text().splitlines()[0])
+        for name in (name for name in metrics if name.startswith("eval/")):
+            print(f"{name}: {before[name]:.3f} before, {metrics[name]:.3f} after")
+        print(f"the model is in {folder / 'model'}")
     return metrics | {"step": args.total_steps, "folder": str(folder)}
 
 

@@ -33,6 +33,7 @@ Differs from CleanRL's ppo_atari.py in:
 [D10] Games, actions, shuffling and evaluation draw from random streams of their own.
 """
 
+import atexit
 import collections
 import contextlib
 import dataclasses
@@ -46,6 +47,7 @@ import signal
 import sys
 import time
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Literal
 
@@ -53,6 +55,7 @@ import ale_py  # registers the games
 import gymnasium as gym
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 import tyro
 from ale_py.vector_env import AtariVectorEnv
@@ -141,15 +144,15 @@ class Args:
     """W&B project (the team comes from WANDB_ENTITY)"""
 
     def __post_init__(self):
-        at_least_one = (
-            "total_timesteps num_envs num_steps num_minibatches update_epochs max_frames save_every".split()
-        )
+        at_least_one = "total_timesteps num_envs num_steps num_minibatches update_epochs save_every".split()
         for name, value in vars(self).items():
             if not isinstance(value, (int, float)) or isinstance(value, bool):
                 continue
             rule, holds = "must not be negative", 0 <= value < math.inf
             if name in at_least_one:
                 rule, holds = "must be at least 1", value >= 1
+            elif name == "max_frames":
+                rule, holds = "must lie between 1 and 2**31 - 1", 1 <= value < 2**31
             elif name in ("learning_rate", "clip_coef", "max_grad_norm", "target_kl"):
                 rule, holds = "must be positive and finite", 0 < value < math.inf
             elif name in ("gamma", "gae_lambda", "sticky"):
@@ -345,27 +348,34 @@ def fire_action(env_id: str) -> int | None:
 
 
 class Games:
-    """N games side by side, each with its seed, score and actions so far, reset one by one.
+    """N games side by side, each with its score so far, and with a seed and the actions since then.
 
-    Every game has a seed of its own, so a checkpoint can restore the emulators by playing them again. ALE
-    would reset an ended game in the step after it; all are reset before that, so every step is real. [D2]
+    A checkpoint restores the emulators by playing on from their seeds. ALE would reset an ended game in the
+    step after it; all are reset before that, so every step is real. [D2]
     """
 
-    def __init__(self, args: Args, seed: np.random.SeedSequence, num: int):
-        self.envs, self.rng = make_games(args, num), np.random.default_rng(seed)
-        self.life_loss, self.fire = args.life_loss, fire_action(args.env_id) if args.life_loss else None
-        self.num_actions, self.num = int(self.envs.single_action_space.n), num
-        self.seeds, self.actions = np.zeros(num, np.int64), [[] for _ in range(num)]
-        self.score, self.fire_next = np.zeros(num), np.zeros(num, bool)
+    RESEED = 5000  # steps between two seeds: with a seed ALE loads the game anew, which takes 15 resets' time
 
-    def reset(self, which: np.ndarray | None = None, seeds: np.ndarray | None = None):
-        """New games where `which` (N,) is True; all without it."""
-        which = np.ones(self.num, bool) if which is None else which
-        self.seeds[which] = self.rng.integers(2**31, size=which.sum()) if seeds is None else seeds
-        self.score[which], self.fire_next[which] = 0.0, False
+    def __init__(self, args: Args, streams: list[np.random.SeedSequence]):
+        self.num = num = len(streams)
+        self.envs, self.rngs = make_games(args, num), [np.random.default_rng(stream) for stream in streams]
+        self.life_loss, self.max_frames = args.life_loss, args.max_frames
+        self.fire = fire_action(args.env_id) if args.life_loss else None
+        self.num_actions = int(self.envs.single_action_space.n)
+        self.seeds, self.actions = np.full(num, -1), [[] for _ in range(num)]
+        self.score, self.length, self.fire_next = np.zeros(num), np.zeros(num, int), np.zeros(num, bool)
+        self.first_frame = np.zeros(num, int)
+
+    def reset(self, which: np.ndarray | None = None, seeds=None):
+        """New games where `which` (N,) is True, all without it; `seeds` (N,) instead of the streams' own."""
+        which, now = np.ones(self.num, bool) if which is None else which, np.full(self.num, -1)
         for i in np.flatnonzero(which):
-            self.actions[i] = []
-        self.obs, _ = self.envs.reset(seed=self.seeds[which], options={"reset_mask": which})
+            if seeds is not None or self.seeds[i] < 0 or len(self.actions[i]) >= self.RESEED:
+                now[i] = self.seeds[i] = self.rngs[i].integers(2**31) if seeds is None else seeds[i]
+                self.actions[i] = []
+        self.score[which], self.length[which], self.fire_next[which] = 0.0, 0, False
+        self.obs, info = self.envs.reset(seed=now[which], options={"reset_mask": which})
+        self.first_frame[which] = info["episode_frame_number"][which]
 
     def step(self, actions: np.ndarray):
         """Raw rewards, terminated, truncated, (N,) each; `obs` holds the states reached until `reset`."""
@@ -376,54 +386,57 @@ class Games:
         for i, action in enumerate(actions):
             self.actions[i].append(int(action))
         self.score += rewards
+        self.length += 1
         over = terminated & (info["lives"] == 0) if self.life_loss else terminated
-        self.over = over | truncated
+        late = info["episode_frame_number"] - self.first_frame >= self.max_frames
+        self.over = over | truncated | late  # ALE does not tell the limit when a life is lost at it
         self.fire_next = terminated & ~self.over & (self.fire is not None)
         return rewards, terminated, truncated
 
     def state_dict(self):
-        actions = [torch.tensor(actions, dtype=torch.uint8) for actions in self.actions]
-        state = {name: getattr(self, name).tolist() for name in ("seeds", "score", "fire_next")}
-        rng, obs = json.dumps(self.rng.bit_generator.state), torch.from_numpy(self.obs)
-        return {"rng": rng, "actions": actions, "obs": obs, **state}
+        """A list, so that the games of several processes can be put together."""
+        return [
+            {"rng": json.dumps(rng.bit_generator.state), "seed": int(seed), "obs": torch.tensor(obs),
+             "actions": torch.tensor(actions, dtype=torch.uint8)}
+            for rng, seed, obs, actions in zip(self.rngs, self.seeds, self.obs, self.actions)
+        ]  # fmt: skip
 
-    def load_state_dict(self, state):
-        self.rng.bit_generator.state = json.loads(state["rng"])
-        seeds, lengths = np.array(state["seeds"]), np.array([len(actions) for actions in state["actions"]])
+    def load_state_dict(self, states):
+        seeds, played = [state["seed"] for state in states], [state["actions"].tolist() for state in states]
+        lengths = np.array([len(actions) for actions in played])
         self.reset(seeds=seeds)
-        for left in range(lengths.max(), -1, -1):  # all games end together
+        for left in range(lengths.max(), -1, -1):  # steps to go: all games end together
             if (starts := lengths == left).any():
-                self.reset(starts, seeds[starts])
+                self.reset(starts, seeds)
             if left:
-                played = [int(actions[-left]) if len(actions) >= left else 0 for actions in state["actions"]]
-                self.obs, *_ = self.envs.step(np.array(played))
-        self.actions = [actions.tolist() for actions in state["actions"]]
-        self.score, self.fire_next = np.array(state["score"]), np.array(state["fire_next"])
-        if not np.array_equal(self.obs, state["obs"].numpy()):
+                self.step(np.array([actions[-left] if len(actions) >= left else 0 for actions in played]))
+                if self.over.any():
+                    self.reset(self.over)
+        for rng, state in zip(self.rngs, states):
+            rng.bit_generator.state = json.loads(state["rng"])
+        if any(not np.array_equal(obs, state["obs"].numpy()) for obs, state in zip(self.obs, states)):
             print("the games do not repeat from their seeds: resuming with new games")
-            self.reset()
+            self.reset(seeds=[rng.integers(2**31) for rng in self.rngs])
 
 
 @torch.no_grad()
 def evaluate(agent, games: Games, args: Args, device: torch.device, frames: list | None = None) -> dict:
     """Whole games, sampled actions, raw scores, the same seeds each time. Films the first into `frames`."""
     game_stream, action_stream = streams(args.seed)[3].spawn(2)
-    rng, games.rng = np.random.default_rng(action_stream), np.random.default_rng(game_stream)
-    games.reset()
+    rng = np.random.default_rng(action_stream)
+    games.reset(seeds=game_stream.generate_state(games.num) // 2)  # below 2**31
     if frames is not None:  # the same game once more, in colour
         camera = make_games(args, 1, img_height=210, img_width=160, grayscale=False, stack_num=1)
         camera.reset(seed=games.seeds[:1])
     scores, lengths = np.zeros(games.num), np.zeros(games.num, int)
-    for step in itertools.count(1):
+    while not lengths.all():
         noise = torch.as_tensor(rng.gumbel(size=(games.num, games.num_actions)), device=device)
         logits = agent(torch.as_tensor(games.obs, device=device))[0]
         games.step((logits + noise).argmax(-1).cpu().numpy())
         if frames is not None and not lengths[0]:
             frames.append(camera.step(np.array(games.actions[0][-1:]))[0][0, 0])
         ended = games.over & (lengths == 0)  # only the first game of each counts
-        scores[ended], lengths[ended] = games.score[ended], step
-        if lengths.all():
-            break
+        scores[ended], lengths[ended] = games.score[ended], games.length[ended]
     return {
         "eval/episodic_return": float(np.mean(scores)),
         "eval/episodic_return_std": float(np.std(scores)),
@@ -435,10 +448,11 @@ def evaluate(agent, games: Games, args: Args, device: torch.device, frames: list
 
 
 @torch.no_grad()
-def rollout(agent, games, rng, args, device):
+def rollout(agent, games, rng, args, device, own=slice(None)):
     """T steps of N games: a dict of (T, N, ...) tensors, and (score, length) of the ended games."""
     T, N = args.num_steps, games.num
-    noise = torch.as_tensor(rng.gumbel(size=(T, N, games.num_actions)), dtype=torch.float32, device=device)
+    noise = rng.gumbel(size=(T, args.num_envs, games.num_actions))[:, own]
+    noise = torch.as_tensor(noise, dtype=torch.float32, device=device)
     obs = torch.empty((T + 1, *games.obs.shape), dtype=torch.uint8, device=device)
     actions = torch.empty((T, N), dtype=torch.int64, device=device)
     rewards = np.empty((T, N), np.float32)
@@ -450,7 +464,7 @@ def rollout(agent, games, rng, args, device):
         rewards[t], terminated[t], truncated[t] = games.step(actions[t].cpu().numpy())
         cut += [games.obs[i].copy() for i in np.flatnonzero(truncated[t])]  # reached, but not acted on
         if games.over.any():
-            episodes += [(games.score[i], len(games.actions[i])) for i in np.flatnonzero(games.over)]
+            episodes += zip(games.score[games.over].tolist(), games.length[games.over].tolist())
             games.reset(games.over)
     obs[T] = torch.from_numpy(games.obs)
     batch = {
@@ -477,16 +491,21 @@ def rollout(agent, games, rng, args, device):
 
 # ---- 6. Update ---------------------------------------------------------------------------------------------
 
-LEARNT_FROM = ("obs", "actions", "logps", "advantages", "returns", "values")
+LEARNT_FROM = ("obs", "actions", "logps", "returns", "values")
 STATS = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")
 
 
-def minibatch_gradient(agent, batch, mb, clip_coef, clip_vloss, norm_adv, ent_coef, vf_coef):
-    """Gradient of the PPO loss (eq. 9) on the samples `mb` as one vector, and STATS. One compiled graph."""
-    b = {name: batch[name][mb] for name in LEARNT_FROM}
+def minibatch_gradient(agent, batch, mb, clip_coef, clip_vloss, norm_adv, ent_coef, vf_coef, own=None):
+    """Gradient of the PPO loss (eq. 9) on the samples `mb` as one vector, and STATS. One compiled graph.
+
+    `own` restricts it to the rows and places in `mb` that this process has; advantages are of all processes.
+    """
+    rows, places = (mb, slice(None)) if own is None else own
+    b = {name: batch[name][rows] for name in LEARNT_FROM}
     logits, values = agent(b["obs"])
     logp, entropy = categorical_logp_entropy(logits, b["actions"])
-    adv = whiten(b["advantages"]) if norm_adv else b["advantages"]  # [D6]
+    adv = batch["advantages"][mb]
+    adv = (whiten(adv) if norm_adv else adv)[places]  # [D6]
     pg_loss = policy_loss(logp, b["logps"], adv, clip_coef, clip_coef).mean()
     v_loss = value_loss(values, b["values"], b["returns"], clip_coef if clip_vloss else None).mean()
     loss = pg_loss + vf_coef * v_loss - ent_coef * entropy.mean()
@@ -521,17 +540,47 @@ def optimizer_step(flat, grad, moments, lr):
     adam(*state, lr=lr, **constants, fused=True)
 
 
+def all_columns(x, total):
+    """(T, own) of this process to (T, total) of all, in the order of their ranks."""
+    if not dist.is_initialized():
+        return x
+    whole = x.new_zeros(len(x), total)
+    whole[:, share_of(total, dist.get_rank(), dist.get_world_size())] = x
+    return sum_over_processes(whole)
+
+
+def own_samples(mb, total):
+    """Of the samples `mb` of (T * total), this process's: rows in its own (T * own), and places in `mb`."""
+    own = share_of(total, dist.get_rank(), dist.get_world_size())
+    t, column = mb // total, mb % total
+    places = ((column >= own.start) & (column < own.stop)).nonzero().squeeze(-1)
+    return t[places] * (own.stop - own.start) + column[places] - own.start, places
+
+
 def update(flat, moments, lr, agent, gradient, batch, generator, args):
-    """Epochs of minibatch steps on one rollout. Returns the means of the STATS and the gradient norm."""
+    """Epochs of minibatch steps on one rollout. Returns the means of the STATS and the gradient norm.
+
+    The minibatches are the same in all processes; each computes the part of which it has the samples.
+    """
     b = {key: value.flatten(0, 1) for key, value in batch.items()}  # (T * N, ...)
+    everyone = {
+        key: all_columns(batch[key], args.num_envs).flatten() for key in ("advantages", "values", "returns")
+    }
+    b["advantages"] = everyone["advantages"]
     settings = (args.clip_coef, args.clip_vloss, args.norm_adv, args.ent_coef, args.vf_coef)
     stats, norms = [], []
     epochs = (
         minibatches(args.batch_size, args.num_minibatches, generator) for _ in range(args.update_epochs)
     )
     for mb in itertools.chain.from_iterable(epochs):
-        grad, stat = gradient(agent, b, mb, *settings)
-        # Here the gradient of the minibatch is complete: the one place to sum it over processes.
+        if dist.is_initialized():
+            own = own_samples(mb, args.num_envs)
+            part = flat.new_zeros(len(flat) + len(STATS))
+            if len(own[0]):
+                part = torch.cat(gradient(agent, b, mb, *settings, own)) * (len(own[0]) / len(mb))
+            grad, stat = sum_over_processes(part).split([len(flat), len(STATS)])
+        else:
+            grad, stat = gradient(agent, b, mb, *settings)
         norm = torch.linalg.vector_norm(grad)
         stats.append(stat)
         norms.append(norm)
@@ -540,11 +589,53 @@ def update(flat, moments, lr, agent, gradient, batch, generator, args):
         grad *= (args.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
         optimizer_step(flat, grad, moments, lr)
     means = dict(zip(STATS, torch.stack(stats).mean(0).tolist()), grad_norm=torch.stack(norms).mean().item())
-    means["explained_variance"] = explained_variance(b["values"], b["returns"]).item()
+    means["explained_variance"] = explained_variance(everyone["values"], everyone["returns"]).item()
     return means
 
 
-# ---- 7. Runs: folder, checkpoint, signals ------------------------------------------------------------------
+# ---- 7. Runs: processes, folder, checkpoint, signals -------------------------------------------------------
+
+
+def join_processes(device: torch.device) -> tuple[int, int]:
+    """This process's rank and the number of processes: torchrun's, or 0 and 1. Only the first one prints."""
+    if "RANK" not in os.environ:
+        return 0, 1
+    if device.type == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    if not dist.is_initialized():
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(hours=2))  # others wait while the first evaluates
+        atexit.register(dist.destroy_process_group)
+    if dist.get_rank():
+        sys.stdout = open(os.devnull, "w")
+    return dist.get_rank(), dist.get_world_size()
+
+
+def share_of(total: int, rank: int, size: int) -> slice:
+    """Which of `total` items in a row belong to process `rank` of `size`."""
+    return slice(total * rank // size, total * (rank + 1) // size)
+
+
+def sum_over_processes(x: torch.Tensor) -> torch.Tensor:
+    """Sum over all processes, in place; `x` as it is where there is one process."""
+    if dist.is_initialized():
+        dist.all_reduce(x)
+    return x
+
+
+def collect(x) -> list:
+    """The objects of all processes in the order of their ranks."""
+    found = [x] * (dist.get_world_size() if dist.is_initialized() else 1)
+    if dist.is_initialized():
+        dist.all_gather_object(found, x)
+    return found
+
+
+def check_weights(parameters) -> None:
+    """All processes must hold the same weights: compared by their sums, at start and at each checkpoint."""
+    sums = collect([p.detach().double().sum().item() for p in parameters])
+    if any(other != sums[0] for other in sums):
+        raise RuntimeError("the weights of the processes differ")
 
 
 def save_checkpoint(path: Path, state: dict) -> None:
@@ -639,7 +730,7 @@ def replay(args: Args, device: torch.device) -> dict:
     state = load_checkpoint(args.eval_checkpoint)
     kept = ("env_id", "life_loss", "sticky", "max_frames", "bf16")
     args = dataclasses.replace(args, **{name: state["args"][name] for name in kept})
-    games = Games(args, streams(args.seed)[3], max(args.eval_episodes, 1))
+    games = Games(args, streams(args.seed)[3].spawn(max(args.eval_episodes, 1)))
     agent, frames = Agent(games.num_actions, args.bf16).to(device), None if args.video is None else []
     load_state(agent, state["agent"])
     metrics = evaluate(agent, games, args, device, frames)
@@ -652,7 +743,7 @@ def replay(args: Args, device: torch.device) -> dict:
         try:
             imageio.mimsave(args.video, frames, fps=15)  # 60 frames a second, of which 4 are one step
         except (OSError, ValueError, ImportError) as error:  # a codec that is not installed
-            raise UsageError(f"--video {args.video}: {error}") from error
+            raise UsageError(f"--video {args.video}: {str(error).splitlines()[0]}") from error
     return metrics
 
 
@@ -663,43 +754,50 @@ def main(args: Args) -> dict:
     device = torch.device("cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu")
     if args.eval_checkpoint is not None:
         return replay(args, device)
+    rank, size = join_processes(device)
     state = None
     if args.resume is not None:
         state = load_checkpoint(args.resume / "checkpoint.pt")
         args = resumed_args(args, state["args"])
+    if size > args.num_envs:
+        raise UsageError(f"--num-envs {args.num_envs} is fewer than the {size} processes")
+    own = share_of(args.num_envs, rank, size)
 
     env_stream, action_stream, shuffle_stream, eval_stream = streams(args.seed)  # [D10]
     rng = np.random.default_rng(action_stream)
     generator = torch.Generator(device).manual_seed(int(shuffle_stream.generate_state(1)[0]))
     torch.manual_seed(args.seed)  # initial weights
-    games, eval_games = Games(args, env_stream, args.num_envs), None
-    if args.eval_episodes:
-        eval_games = Games(args, eval_stream, args.eval_episodes)
+    games, eval_games = Games(args, env_stream.spawn(args.num_envs)[own]), None
+    if args.eval_episodes and rank == 0:
+        eval_games = Games(args, eval_stream.spawn(args.eval_episodes))
     agent = Agent(games.num_actions, args.bf16).to(device)
     flat = flatten_parameters(agent)
     moments = {name: torch.zeros_like(flat) for name in ("exp_avg", "exp_avg_sq")}
     moments["step"] = torch.zeros((), device=device)
     gradient = compile_or_eager(minibatch_gradient) if args.compile else minibatch_gradient
     recent, first, metrics, run = collections.deque(maxlen=100), 0, {}, None
-    parts = {"agent": agent, "games": games}
 
     if state is None:
-        folder = open_run(args, device)
+        folder = collect(open_run(args, device) if rank == 0 else None)[0]
         games.reset()
     else:
         folder, first = args.resume, state["step"] // args.batch_size
         if first == args.num_iterations:
             raise UsageError(f"--resume {folder}: this run is finished, at step {state['step']:,}")
-        for name, part in parts.items():
-            load_state(part, state[name])
+        load_state(agent, state["agent"])
+        games.load_state_dict(state["games"][own])
         for name, moment in moments.items():
             moment.copy_(state["moments"][name])
         rng.bit_generator.state = json.loads(state["actions"])
         generator.set_state(state["shuffle"])
         recent.extend(state["recent"])
-        lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
-        (folder / "metrics.jsonl").write_text("".join(lines[:first]))  # one line an iteration
-    if args.track:
+        if rank == 0:
+            lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+            (folder / "metrics.jsonl").write_text("".join(lines[:first]))  # one line an iteration
+    if size > 1:
+        dist.broadcast(flat, 0)
+    check_weights([flat])
+    if args.track and rank == 0:
         import wandb
 
         run = wandb.init(
@@ -715,53 +813,62 @@ def main(args: Args) -> dict:
     print(f"{args.env_id} on {device}, {flat.numel():,} parameters, writing {folder}")
 
     start = time.perf_counter()
-    with stop_signals() as stopped, tqdm(total=total, initial=first * args.batch_size, unit=" steps") as bar:
-        for iteration in range(first, args.num_iterations):
-            lr = args.learning_rate * (
-                linear_schedule(iteration, args.num_iterations) if args.anneal_lr else 1.0
-            )
-            step = (iteration + 1) * args.batch_size
-            try:
-                batch, episodes = rollout(agent, games, rng, args, device)
+    shown, begun = sys.stdout if rank else sys.stderr, first * args.batch_size
+    with stop_signals() as stopped, tqdm(total=total, initial=begun, unit=" steps", file=shown) as bar:
+        try:
+            for iteration in range(first, args.num_iterations):
+                lr = args.learning_rate * (
+                    linear_schedule(iteration, args.num_iterations) if args.anneal_lr else 1.0
+                )
+                step = (iteration + 1) * args.batch_size
+                batch, episodes = rollout(agent, games, rng, args, device, own)
                 losses = update(flat, moments, lr, agent, gradient, batch, generator, args)
                 if not (math.isfinite(losses["grad_norm"]) and flat.isfinite().all()):
                     raise FloatingPointError("the gradient is not finite")
-            except FloatingPointError as error:
-                good = folder / "checkpoint.pt"
-                kept = f"{good}, step {load_checkpoint(good)['step']:,}" if good.exists() else "none yet"
-                raise FloatingPointError(
-                    f"stopped at step {step:,}: {error}; last good checkpoint: {kept}"
-                ) from None
-
-            recent.extend(score for score, _ in episodes)
-            metrics = {f"losses/{name}": value for name, value in losses.items()}
-            metrics |= {"charts/learning_rate": lr, "charts/episodes": len(episodes)}
-            metrics["charts/SPS"] = (step - first * args.batch_size) / (time.perf_counter() - start)
-            if episodes:
-                metrics["charts/episodic_return"], metrics["charts/episodic_length"] = np.mean(
-                    episodes, 0
-                ).tolist()
-            if recent:
-                metrics["charts/episodic_return_100"] = float(np.mean(recent))  # of the last 100 episodes
-                bar.set_postfix({"return": f"{metrics['charts/episodic_return_100']:.1f}"}, refresh=False)
-            final = iteration + 1 == args.num_iterations
-            due = args.eval_every and step // args.eval_every > (step - args.batch_size) // args.eval_every
-            if args.eval_episodes and (final or due):
-                metrics |= evaluate(agent, eval_games, args, device)
-            write_metrics(folder / "metrics.jsonl", step, metrics)
-            if run:
-                run.log(metrics, step=step)
-            bar.update(args.batch_size)
-            if final or stopped or (iteration + 1) % args.save_every == 0:
-                state = {"script": SCRIPT, "args": json.loads(json.dumps(vars(args), default=str))}
-                state |= {"step": step, "shuffle": generator.get_state(), "recent": list(recent)}
-                state |= {"actions": json.dumps(rng.bit_generator.state), "moments": moments}
-                state |= {name: part.state_dict() for name, part in parts.items()}
-                save_checkpoint(folder / "checkpoint.pt", state)
-            if stopped and not final:
-                bar.close()
-                print(f"stopped at step {step:,}; continue with: python {SCRIPT}.py --resume {folder}")
-                raise SystemExit(128 + stopped[0])
+                episodes, signals = (sum(lists, []) for lists in zip(*collect((episodes, stopped))))
+                recent.extend(score for score, _ in episodes)
+                metrics = {f"losses/{name}": value for name, value in losses.items()}
+                metrics |= {"charts/learning_rate": lr, "charts/episodes": len(episodes)}
+                metrics["charts/SPS"] = (step - first * args.batch_size) / (time.perf_counter() - start)
+                if episodes:
+                    metrics["charts/episodic_return"], metrics["charts/episodic_length"] = np.mean(
+                        episodes, 0
+                    ).tolist()
+                if recent:
+                    metrics["charts/episodic_return_100"] = float(np.mean(recent))  # of the last 100 episodes
+                    bar.set_postfix({"return": f"{metrics['charts/episodic_return_100']:.1f}"}, refresh=False)
+                final = iteration + 1 == args.num_iterations
+                due = (
+                    args.eval_every and step // args.eval_every > (step - args.batch_size) // args.eval_every
+                )
+                if args.eval_episodes and (final or due) and rank == 0:
+                    metrics |= evaluate(agent, eval_games, args, device)
+                if rank == 0:
+                    write_metrics(folder / "metrics.jsonl", step, metrics)
+                if run:
+                    run.log(metrics, step=step)
+                bar.update(args.batch_size)
+                if final or signals or (iteration + 1) % args.save_every == 0:
+                    state = {"script": SCRIPT, "args": json.loads(json.dumps(vars(args), default=str))}
+                    state |= {"step": step, "shuffle": generator.get_state(), "recent": list(recent)}
+                    state |= {"actions": json.dumps(rng.bit_generator.state), "moments": moments}
+                    state |= {"agent": agent.state_dict(), "games": sum(collect(games.state_dict()), [])}
+                    check_weights([flat])
+                    if rank == 0:
+                        save_checkpoint(folder / "checkpoint.pt", state)
+                    collect(None)  # nobody leaves before it is written: torchrun ends all when one has left
+                if signals and not final:
+                    bar.close()
+                    launch = f"torchrun --nproc-per-node {size}" if size > 1 else "python"
+                    print(f"stopped at step {step:,}; continue with: {launch} {SCRIPT}.py --resume {folder}")
+                    raise SystemExit(128 + signals[0])
+        except (FloatingPointError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and not dist.is_initialized():
+                raise
+            good = folder / "checkpoint.pt"
+            kept = f"{good}, step {load_checkpoint(good)['step']:,}" if good.exists() else "none yet"
+            text = f"stopped at step {step:,}: {error}; last good checkpoint: {kept}"
+            raise (ConnectionError if isinstance(error, RuntimeError) else type(error))(text) from error
     if run:
         run.finish()
     shown = [name for name in ("charts/episodic_return_100", "eval/episodic_return") if name in metrics]

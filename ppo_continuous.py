@@ -29,6 +29,7 @@ Differs from CleanRL's ppo_continuous_action.py in:
 [D11] The policy starts with a standard deviation of exp(-1), not 1 (README: the initial standard deviation).
 """
 
+import atexit
 import collections
 import contextlib
 import dataclasses
@@ -42,12 +43,14 @@ import signal
 import sys
 import time
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Literal
 
 import gymnasium as gym
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 import tyro
@@ -292,6 +295,23 @@ class RunningNorm:
         """(x - mean) / std, clipped to [-10, 10]; does not update. (n, *shape) -> float32."""
         return np.minimum(np.maximum((x - self.mean) / self.std, -10.0), 10.0).astype(np.float32)
 
+    def moments(self):
+        """Count, sum and sum of squares, in one vector."""
+        return np.concatenate(
+            [
+                [self.count],
+                *(np.ravel(x) for x in (self.count * self.mean, self.m2 + self.count * self.mean**2)),
+            ]
+        )
+
+    def merge(self, before):
+        """Add what the other processes saw since all had the moments `before`."""
+        if dist.is_initialized():
+            new = sum_over_processes(torch.from_numpy(self.moments() - before)).numpy() + before
+            self.count = int(new[0])
+            mean, square = (x.reshape(np.shape(self.mean))[()] / self.count for x in np.split(new[1:], 2))
+            self.mean, self.m2 = mean, (square - mean**2) * self.count
+
     def state_dict(self):
         return {"count": self.count, "mean": torch.tensor(self.mean), "m2": torch.tensor(self.m2)}
 
@@ -449,11 +469,12 @@ def evaluate(agent: Agent, obs_norm: RunningNorm, env: Env, args: Args, frames: 
 
 
 @torch.no_grad()
-def rollout(agent, envs, obs_norm, return_norm, rng, args, device):
+def rollout(agent, envs, obs_norm, return_norm, rng, args, device, own=slice(None)):
     """T steps of N environments: a dict of (T, N, ...) tensors, and (score, length) of the ended episodes."""
     T, N, act = args.num_steps, len(envs), numpy_forward(agent.actor)
     std = agent.log_std.exp().cpu().numpy()
-    noise = rng.standard_normal((T, N, len(std)), dtype=np.float32)
+    before = [norm.moments() for norm in (obs_norm, return_norm)]
+    noise = rng.standard_normal((T, args.num_envs, len(std)), dtype=np.float32)[:, own]
     obs = np.empty((T + 1, N, obs_norm.mean.size), np.float32)
     next_obs = np.empty_like(obs[1:])
     actions = np.empty_like(noise)
@@ -475,6 +496,8 @@ def rollout(agent, envs, obs_norm, return_norm, rng, args, device):
                 env.reset()
             raw[i] = env.obs
     obs[T] = obs_norm.normalize(raw)
+    for norm, moments in zip((obs_norm, return_norm), before):
+        norm.merge(moments)
     done = terminated | truncated
     batch = {
         "obs": obs[:-1],
@@ -502,17 +525,22 @@ def rollout(agent, envs, obs_norm, return_norm, rng, args, device):
 
 # ---- 6. Update ---------------------------------------------------------------------------------------------
 
-LEARNT_FROM = ("obs", "actions", "logps", "log_det", "advantages", "returns", "values")
+LEARNT_FROM = ("obs", "actions", "logps", "log_det", "returns", "values")
 STATS = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")
 
 
-def minibatch_gradient(agent, batch, mb, clip_coef, clip_vloss, norm_adv, ent_coef, vf_coef):
-    """Gradient of the PPO loss (eq. 9) on the samples `mb` as one vector, and STATS. One compiled graph."""
-    b = {name: batch[name][mb] for name in LEARNT_FROM}
+def minibatch_gradient(agent, batch, mb, clip_coef, clip_vloss, norm_adv, ent_coef, vf_coef, own=None):
+    """Gradient of the PPO loss (eq. 9) on the samples `mb` as one vector, and STATS. One compiled graph.
+
+    `own` restricts it to the rows and places in `mb` that this process has; advantages are of all processes.
+    """
+    rows, places = (mb, slice(None)) if own is None else own
+    b = {name: batch[name][rows] for name in LEARNT_FROM}
     mean, log_std, values = agent(b["obs"])
     logp, entropy = gaussian_logp_entropy(mean, log_std, b["actions"])
     logp = logp - b["log_det"]
-    adv = whiten(b["advantages"]) if norm_adv else b["advantages"]  # [D6]
+    adv = batch["advantages"][mb]
+    adv = (whiten(adv) if norm_adv else adv)[places]  # [D6]
     pg_loss = policy_loss(logp, b["logps"], adv, clip_coef, clip_coef).mean()
     v_loss = value_loss(values, b["values"], b["returns"], clip_coef if clip_vloss else None).mean()
     loss = pg_loss + vf_coef * v_loss - ent_coef * entropy.mean()
@@ -547,17 +575,47 @@ def optimizer_step(flat, grad, moments, lr):
     adam(*state, lr=lr, **constants, fused=True)
 
 
+def all_columns(x, total):
+    """(T, own) of this process to (T, total) of all, in the order of their ranks."""
+    if not dist.is_initialized():
+        return x
+    whole = x.new_zeros(len(x), total)
+    whole[:, share_of(total, dist.get_rank(), dist.get_world_size())] = x
+    return sum_over_processes(whole)
+
+
+def own_samples(mb, total):
+    """Of the samples `mb` of (T * total), this process's: rows in its own (T * own), and places in `mb`."""
+    own = share_of(total, dist.get_rank(), dist.get_world_size())
+    t, column = mb // total, mb % total
+    places = ((column >= own.start) & (column < own.stop)).nonzero().squeeze(-1)
+    return t[places] * (own.stop - own.start) + column[places] - own.start, places
+
+
 def update(flat, moments, lr, agent, gradient, batch, generator, args):
-    """Epochs of minibatch steps on one rollout. Returns the means of the STATS and the gradient norm."""
+    """Epochs of minibatch steps on one rollout. Returns the means of the STATS and the gradient norm.
+
+    The minibatches are the same in all processes; each computes the part of which it has the samples.
+    """
     b = {key: value.flatten(0, 1) for key, value in batch.items()}  # (T * N, ...)
+    everyone = {
+        key: all_columns(batch[key], args.num_envs).flatten() for key in ("advantages", "values", "returns")
+    }
+    b["advantages"] = everyone["advantages"]
     settings = (args.clip_coef, args.clip_vloss, args.norm_adv, args.ent_coef, args.vf_coef)
     stats, norms = [], []
     epochs = (
         minibatches(args.batch_size, args.num_minibatches, generator) for _ in range(args.update_epochs)
     )
     for mb in itertools.chain.from_iterable(epochs):
-        grad, stat = gradient(agent, b, mb, *settings)
-        # Here the gradient of the minibatch is complete: the one place to sum it over processes.
+        if dist.is_initialized():
+            own = own_samples(mb, args.num_envs)
+            part = flat.new_zeros(len(flat) + len(STATS))
+            if len(own[0]):
+                part = torch.cat(gradient(agent, b, mb, *settings, own)) * (len(own[0]) / len(mb))
+            grad, stat = sum_over_processes(part).split([len(flat), len(STATS)])
+        else:
+            grad, stat = gradient(agent, b, mb, *settings)
         norm = torch.linalg.vector_norm(grad)
         stats.append(stat)
         norms.append(norm)
@@ -566,11 +624,53 @@ def update(flat, moments, lr, agent, gradient, batch, generator, args):
         grad *= (args.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
         optimizer_step(flat, grad, moments, lr)
     means = dict(zip(STATS, torch.stack(stats).mean(0).tolist()), grad_norm=torch.stack(norms).mean().item())
-    means["explained_variance"] = explained_variance(b["values"], b["returns"]).item()
+    means["explained_variance"] = explained_variance(everyone["values"], everyone["returns"]).item()
     return means
 
 
-# ---- 7. Runs: folder, checkpoint, signals ------------------------------------------------------------------
+# ---- 7. Runs: processes, folder, checkpoint, signals -------------------------------------------------------
+
+
+def join_processes(device: torch.device) -> tuple[int, int]:
+    """This process's rank and the number of processes: torchrun's, or 0 and 1. Only the first one prints."""
+    if "RANK" not in os.environ:
+        return 0, 1
+    if device.type == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    if not dist.is_initialized():
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(hours=2))  # others wait while the first evaluates
+        atexit.register(dist.destroy_process_group)
+    if dist.get_rank():
+        sys.stdout = open(os.devnull, "w")
+    return dist.get_rank(), dist.get_world_size()
+
+
+def share_of(total: int, rank: int, size: int) -> slice:
+    """Which of `total` items in a row belong to process `rank` of `size`."""
+    return slice(total * rank // size, total * (rank + 1) // size)
+
+
+def sum_over_processes(x: torch.Tensor) -> torch.Tensor:
+    """Sum over all processes, in place; `x` as it is where there is one process."""
+    if dist.is_initialized():
+        dist.all_reduce(x)
+    return x
+
+
+def collect(x) -> list:
+    """The objects of all processes in the order of their ranks."""
+    found = [x] * (dist.get_world_size() if dist.is_initialized() else 1)
+    if dist.is_initialized():
+        dist.all_gather_object(found, x)
+    return found
+
+
+def check_weights(parameters) -> None:
+    """All processes must hold the same weights: compared by their sums, at start and at each checkpoint."""
+    sums = collect([p.detach().double().sum().item() for p in parameters])
+    if any(other != sums[0] for other in sums):
+        raise RuntimeError("the weights of the processes differ")
 
 
 def save_checkpoint(path: Path, state: dict) -> None:
@@ -681,7 +781,7 @@ def replay(args: Args) -> dict:
         try:
             imageio.mimsave(args.video, frames, fps=env.env.metadata.get("render_fps", 30))
         except (OSError, ValueError, ImportError) as error:  # a codec that is not installed
-            raise UsageError(f"--video {args.video}: {error}") from error
+            raise UsageError(f"--video {args.video}: {str(error).splitlines()[0]}") from error
     return metrics
 
 
@@ -693,16 +793,20 @@ def main(args: Args) -> dict:
     torch.set_num_threads(1)  # networks this small run slower on more
     if args.eval_checkpoint is not None:
         return replay(args)
+    rank, size = join_processes(device)
     state = None
     if args.resume is not None:
         state = load_checkpoint(args.resume / "checkpoint.pt")
         args = resumed_args(args, state["args"])
+    if size > args.num_envs:
+        raise UsageError(f"--num-envs {args.num_envs} is fewer than the {size} processes")
+    own = share_of(args.num_envs, rank, size)
 
     env_stream, action_stream, shuffle_stream, eval_stream = streams(args.seed)  # [D10]
     rng = np.random.default_rng(action_stream)
     generator = torch.Generator(device).manual_seed(int(shuffle_stream.generate_state(1)[0]))
     torch.manual_seed(args.seed)  # initial weights
-    envs = [Env(args, stream) for stream in env_stream.spawn(args.num_envs)]
+    envs = [Env(args, stream) for stream in env_stream.spawn(args.num_envs)[own]]
     eval_env = Env(args, eval_stream)
     obs_norm, return_norm = RunningNorm(envs[0].env.observation_space.shape), RunningNorm(())
     agent = Agent(obs_norm.mean.size, envs[0].half.size, args.log_std_init).to(device)
@@ -712,10 +816,10 @@ def main(args: Args) -> dict:
     gradient = compile_or_eager(minibatch_gradient) if args.compile else minibatch_gradient
     recent, first, metrics, run = collections.deque(maxlen=100), 0, {}, None
     parts = {"agent": agent, "obs_norm": obs_norm, "return_norm": return_norm}
-    parts |= {f"env{i}": env for i, env in enumerate(envs)}
+    parts |= {f"env{i}": env for i, env in enumerate(envs, own.start)}
 
     if state is None:
-        folder = open_run(args, device)
+        folder = collect(open_run(args, device) if rank == 0 else None)[0]
         for env in envs:
             env.reset()
     else:
@@ -729,9 +833,13 @@ def main(args: Args) -> dict:
         rng.bit_generator.state = json.loads(state["actions"])
         generator.set_state(state["shuffle"])
         recent.extend(state["recent"])
-        lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
-        (folder / "metrics.jsonl").write_text("".join(lines[:first]))  # one line an iteration
-    if args.track:
+        if rank == 0:
+            lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+            (folder / "metrics.jsonl").write_text("".join(lines[:first]))  # one line an iteration
+    if size > 1:
+        dist.broadcast(flat, 0)
+    check_weights([flat])
+    if args.track and rank == 0:
         import wandb
 
         run = wandb.init(
@@ -747,53 +855,63 @@ def main(args: Args) -> dict:
     print(f"{args.env_id} on {device}, {flat.numel():,} parameters, writing {folder}")
 
     start = time.perf_counter()
-    with stop_signals() as stopped, tqdm(total=total, initial=first * args.batch_size, unit=" steps") as bar:
-        for iteration in range(first, args.num_iterations):
-            lr = args.learning_rate * (
-                linear_schedule(iteration, args.num_iterations) if args.anneal_lr else 1.0
-            )
-            step = (iteration + 1) * args.batch_size
-            try:
-                batch, episodes = rollout(agent, envs, obs_norm, return_norm, rng, args, device)
+    shown, begun = sys.stdout if rank else sys.stderr, first * args.batch_size
+    with stop_signals() as stopped, tqdm(total=total, initial=begun, unit=" steps", file=shown) as bar:
+        try:
+            for iteration in range(first, args.num_iterations):
+                lr = args.learning_rate * (
+                    linear_schedule(iteration, args.num_iterations) if args.anneal_lr else 1.0
+                )
+                step = (iteration + 1) * args.batch_size
+                batch, episodes = rollout(agent, envs, obs_norm, return_norm, rng, args, device, own)
                 losses = update(flat, moments, lr, agent, gradient, batch, generator, args)
                 if not (math.isfinite(losses["grad_norm"]) and flat.isfinite().all()):
                     raise FloatingPointError("the gradient is not finite")
-            except FloatingPointError as error:
-                good = folder / "checkpoint.pt"
-                kept = f"{good}, step {load_checkpoint(good)['step']:,}" if good.exists() else "none yet"
-                raise FloatingPointError(
-                    f"stopped at step {step:,}: {error}; last good checkpoint: {kept}"
-                ) from None
-
-            recent.extend(score for score, _ in episodes)
-            metrics = {f"losses/{name}": value for name, value in losses.items()}
-            metrics |= {"charts/learning_rate": lr, "charts/episodes": len(episodes)}
-            metrics["charts/SPS"] = (step - first * args.batch_size) / (time.perf_counter() - start)
-            if episodes:
-                metrics["charts/episodic_return"], metrics["charts/episodic_length"] = np.mean(
-                    episodes, 0
-                ).tolist()
-            if recent:
-                metrics["charts/episodic_return_100"] = float(np.mean(recent))  # of the last 100 episodes
-                bar.set_postfix({"return": f"{metrics['charts/episodic_return_100']:.1f}"}, refresh=False)
-            final = iteration + 1 == args.num_iterations
-            due = args.eval_every and step // args.eval_every > (step - args.batch_size) // args.eval_every
-            if args.eval_episodes and (final or due):
-                metrics |= evaluate(agent, obs_norm, eval_env, args)
-            write_metrics(folder / "metrics.jsonl", step, metrics)
-            if run:
-                run.log(metrics, step=step)
-            bar.update(args.batch_size)
-            if final or stopped or (iteration + 1) % args.save_every == 0:
-                state = {"script": SCRIPT, "args": json.loads(json.dumps(vars(args), default=str))}
-                state |= {"step": step, "shuffle": generator.get_state(), "recent": list(recent)}
-                state |= {"actions": json.dumps(rng.bit_generator.state), "moments": moments}
-                state |= {name: part.state_dict() for name, part in parts.items()}
-                save_checkpoint(folder / "checkpoint.pt", state)
-            if stopped and not final:
-                bar.close()
-                print(f"stopped at step {step:,}; continue with: python {SCRIPT}.py --resume {folder}")
-                raise SystemExit(128 + stopped[0])
+                episodes, signals = (sum(lists, []) for lists in zip(*collect((episodes, stopped))))
+                recent.extend(score for score, _ in episodes)
+                metrics = {f"losses/{name}": value for name, value in losses.items()}
+                metrics |= {"charts/learning_rate": lr, "charts/episodes": len(episodes)}
+                metrics["charts/SPS"] = (step - first * args.batch_size) / (time.perf_counter() - start)
+                if episodes:
+                    metrics["charts/episodic_return"], metrics["charts/episodic_length"] = np.mean(
+                        episodes, 0
+                    ).tolist()
+                if recent:
+                    metrics["charts/episodic_return_100"] = float(np.mean(recent))  # of the last 100 episodes
+                    bar.set_postfix({"return": f"{metrics['charts/episodic_return_100']:.1f}"}, refresh=False)
+                final = iteration + 1 == args.num_iterations
+                due = (
+                    args.eval_every and step // args.eval_every > (step - args.batch_size) // args.eval_every
+                )
+                if args.eval_episodes and (final or due) and rank == 0:
+                    metrics |= evaluate(agent, obs_norm, eval_env, args)
+                if rank == 0:
+                    write_metrics(folder / "metrics.jsonl", step, metrics)
+                if run:
+                    run.log(metrics, step=step)
+                bar.update(args.batch_size)
+                if final or signals or (iteration + 1) % args.save_every == 0:
+                    state = {"script": SCRIPT, "args": json.loads(json.dumps(vars(args), default=str))}
+                    state |= {"step": step, "shuffle": generator.get_state(), "recent": list(recent)}
+                    state |= {"actions": json.dumps(rng.bit_generator.state), "moments": moments}
+                    for states in collect({name: part.state_dict() for name, part in parts.items()}):
+                        state |= states
+                    check_weights([flat])
+                    if rank == 0:
+                        save_checkpoint(folder / "checkpoint.pt", state)
+                    collect(None)  # nobody leaves before it is written: torchrun ends all when one has left
+                if signals and not final:
+                    bar.close()
+                    launch = f"torchrun --nproc-per-node {size}" if size > 1 else "python"
+                    print(f"stopped at step {step:,}; continue with: {launch} {SCRIPT}.py --resume {folder}")
+                    raise SystemExit(128 + signals[0])
+        except (FloatingPointError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and not dist.is_initialized():
+                raise
+            good = folder / "checkpoint.pt"
+            kept = f"{good}, step {load_checkpoint(good)['step']:,}" if good.exists() else "none yet"
+            text = f"stopped at step {step:,}: {error}; last good checkpoint: {kept}"
+            raise (ConnectionError if isinstance(error, RuntimeError) else type(error))(text) from error
     if run:
         run.finish()
     shown = [name for name in ("charts/episodic_return_100", "eval/episodic_return") if name in metrics]

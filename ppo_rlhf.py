@@ -11,6 +11,7 @@ value model, frozen reward model, frozen reference). Nothing is imported from th
     python ppo_rlhf.py                                    # all three stages in a small world, some minutes
     python ppo_rlhf.py --policy MODEL --prompts prompts.jsonl --reward my_file.py:my_reward
     python ppo_rlhf.py --policy MODEL --prompts prompts.jsonl --reward-model CLASSIFIER --dtype bfloat16
+    torchrun --nproc-per-node 8 ppo_rlhf.py ...           # the same batch and update, shared by 8 processes
 
 Papers: PPO (Schulman et al. 2017, arXiv 1707.06347, eq. 7 and 9), GAE (Schulman et al. 2015, arXiv
 1506.02438, eq. 16), fine-tuning from preferences (Ziegler et al. 2019, arXiv 1909.08593, eq. 1 and 2, section
@@ -19,9 +20,11 @@ arXiv 2403.17031), KL estimators (Schulman 2020, http://joschu.net/blog/kl-appro
 
 Differs from TRL's last PPOTrainer and from summarize_from_feedback_details in:
  [D1] The score is added at the last token of the response, not at the first padding after it.
- [D2] Advantages are whitened over all valid tokens of the batch, with the population variance.
+ [D2] Advantages are whitened over all valid tokens of the batch of all processes, with the population
+      variance.
  [D3] The value model is a model of its own, with its own learning rate and gradient norm.
- [D4] Losses are divided by the token count of the whole optimiser step: the cut into micro-batches is free.
+ [D4] Losses are divided by the token count of the whole optimiser step: the cut into micro-batches and
+      processes is free.
  [D5] The sampling loop is here: no generation config of a checkpoint (top-k, penalties) can bend the sampled
       distribution away from the scored one; temperature is the only setting, and it divides both.
  [D6] A response ends at any stop id of tokenizer and model; the stop token is trained on; an unfinished
@@ -30,11 +33,13 @@ Differs from TRL's last PPOTrainer and from summarize_from_feedback_details in:
       and template, at the last real token.
  [D8] Logits exist at response tokens only, in micro-batches by a budget of tokens, with float32 log-softmax.
  [D9] The KL coefficient is fixed, or adaptive with a target in nats a response (not a token), and is resumed.
-[D10] Prompts, tokens, shuffling and evaluation draw from random streams of their own.
+[D10] Prompts, tokens, shuffling and evaluation draw from random streams of their own; each process draws
+      other tokens.
 [D11] The first batch is checked: scored equal to sampled log-probabilities, KL to the reference exactly 0.
 """
 
 import argparse
+import atexit
 import collections
 import contextlib
 import copy
@@ -52,11 +57,13 @@ import sys
 import time
 import zlib
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 import transformers
@@ -103,7 +110,7 @@ class Args:
     total_steps: int = 200
     """training steps: batches of sampled responses"""
     num_prompts: int = 128
-    """prompts, with one response each, a step"""
+    """prompts, with one response each, a step, over all processes"""
     max_new_tokens: int = 53
     """longest response, in tokens"""
     temperature: float = 0.7
@@ -248,6 +255,12 @@ def command_line(argv: list[str] | None = None) -> Args:
 def streams(seed: int) -> list[np.random.SeedSequence]:
     """Independent random streams: environments or prompts, actions or tokens, shuffling, evaluation."""
     return np.random.SeedSequence(seed).spawn(4)
+
+
+def own_generator(stream: np.random.SeedSequence, rank: int, device: torch.device) -> torch.Generator:
+    """Random numbers from the stream in the first process, from another child of it in each other one."""
+    stream = stream.spawn(rank)[-1] if rank else stream
+    return torch.Generator(device).manual_seed(int(stream.generate_state(1)[0]))
 
 
 # ---- 2. Pure functions: B responses, L tokens, V vocabulary, (T, N) for GAE over tokens, M any shape -------
@@ -986,22 +999,33 @@ def token_advantages(rewards, values, mask, gamma, lam):
     return advantages.T.masked_fill(~mask, 0.0), returns.T.masked_fill(~mask, 0.0)
 
 
+def whole_batch(batch: dict) -> dict:
+    """Local to global: the batches of all processes, of equal widths, as one, in the order of the ranks."""
+    device = batch["tokens"].device
+    parts = collect({name: x.cpu() if torch.is_tensor(x) else x for name, x in batch.items()})
+    join = lambda xs: torch.cat(xs).to(device) if torch.is_tensor(xs[0]) else sum(xs, [])
+    return {name: join([part[name] for part in parts]) for name in batch}
+
+
 def sample_batch(
     sampler, policy, reference, critic, tokenizer, rows, eos_ids, functions, norm, coef, generator, args
 ):
-    """Responses to `rows` with all that PPO learns from: a dict of (B, L) tensors, and metrics."""
+    """Responses to `rows`, this process's share, with all that PPO learns from, joined to the global batch:
+    a dict of (B, L) tensors, and metrics, equal on all processes."""
     batch, texts = respond(sampler, tokenizer, rows, 1, args.temperature, eos_ids, functions, generator, args)
-    width = int(batch["mask"].sum(1).max())
+    width = max(collect(int(batch["mask"].sum(1).max())))
     batch = {name: x[:, :width] if x.dim() > 1 else x for name, x in batch.items()}
-    batch["prompts"], mask, raw = [row["ids"] for row in rows], batch["mask"], batch["rewards"]
-    if raw.isnan().any():
-        raise UsageError("PPO needs a score for every completion, and one was None or NaN")
-    scores = (raw - norm["mean"]) / norm["std"] - args.missing_eos_penalty * ~batch["finished"]
+    batch |= {"prompts": [row["ids"] for row in rows], "texts": texts}
     batch["logps"] = batch["ref_logps"] = for_all(score, policy, batch, args)
     if reference is not None:
         with reference() as frozen:
             batch["ref_logps"] = for_all(score, frozen, batch, args)
     batch["values"] = for_all(values_of, critic, batch, args)
+    batch = whole_batch(batch)
+    texts, mask, raw = batch.pop("texts"), batch["mask"], batch["rewards"]
+    if raw.isnan().any():
+        raise UsageError("PPO needs a score for every completion, and one was None or NaN")
+    scores = (raw - norm["mean"]) / norm["std"] - args.missing_eos_penalty * ~batch["finished"]
     rewards = shape_rewards(scores, batch["logps"], batch["ref_logps"], mask, coef)
     advantages, batch["returns"] = token_advantages(
         rewards, batch["values"], mask, args.gamma, args.gae_lambda
@@ -1032,15 +1056,19 @@ def normalisation(scores) -> dict:
 
 
 @torch.no_grad()
-def evaluate_policy(sampler, policy, reference, tokenizer, rows, eos_ids, functions, truth, args, device):
-    """One sample for each held-out prompt, the same random numbers each time. Returns metrics and records."""
-    generator = torch.Generator(device).manual_seed(int(streams(args.seed)[3].generate_state(1)[0]))
-    texts, sums, pairs = [], collections.defaultdict(list), []
-    for part in (rows[first : first + args.num_prompts] for first in range(0, len(rows), args.num_prompts)):
+def evaluate_policy(
+    sampler, policy, reference, tokenizer, rows, eos_ids, functions, truth, args, device, rank=0, size=1
+):
+    """One sample for each held-out prompt, the same random numbers each time, each process for its share of
+    `rows`. Returns metrics and records, global, equal on all processes."""
+    generator, sums = own_generator(streams(args.seed)[3], rank, device), collections.defaultdict(list)
+    mine, width = rows[share_of(len(rows), rank, size)], args.num_prompts // size
+    for part in (mine[first : first + width] for first in range(0, len(mine), width)):
         batch, said = respond(
             sampler, tokenizer, part, 1, args.temperature, eos_ids, functions, generator, args
         )
-        batch["prompts"], texts = [row["ids"] for row in part], texts + said
+        batch["prompts"] = [row["ids"] for row in part]
+        sums["texts"] += said
         sums["eval/score"] += batch["rewards"].tolist()
         sums["eval/eos_share"] += batch["finished"].float().tolist()
         sums["eval/response_length"] += batch["mask"].sum(1).tolist()
@@ -1049,8 +1077,11 @@ def evaluate_policy(sampler, policy, reference, tokenizer, rows, eos_ids, functi
                 ref = for_all(score, frozen, batch, args)
             sums["eval/kl"] += approx_kl(for_all(score, policy, batch, args), ref, "k1").sum(1).tolist()
         for ids, mask in zip(batch["tokens"], batch["mask"]):
-            pairs += itertools.pairwise(ids[mask].tolist())
-    prompts = [row["prompt"] for row in rows]
+            sums["pairs"] += itertools.pairwise(ids[mask].tolist())
+    parts, prompts = collect(sums), [row["prompt"] for row in rows]
+    names = dict.fromkeys(name for part in parts for name in part)
+    sums = {name: sum((part[name] for part in parts), []) for name in names}
+    texts, pairs = sums.pop("texts"), sums.pop("pairs")
     if truth is not None:
         sums["eval/true_preference"] = truth(prompts, texts, rows)
     metrics = {name: float(np.mean(values)) for name, values in sums.items()}
@@ -1065,19 +1096,33 @@ def evaluate_policy(sampler, policy, reference, tokenizer, rows, eos_ids, functi
 # ---- 6. Update ---------------------------------------------------------------------------------------------
 
 
-def update_models(policy, critic, optimizer, batch, generator, args):
-    """Epochs of optimiser steps on policy and value model (Schulman et al. 2017, eq. 9). Returns metrics."""
+def sum_gradients(parameters) -> None:
+    """Sum the gradients over all processes, in one go; who has no samples takes part with zeros."""
+    parameters = [p for p in parameters if p.requires_grad]
+    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+    flat = sum_over_processes(torch.cat([gradient.flatten() for gradient in gradients]))
+    for p, part in zip(parameters, flat.split([p.numel() for p in parameters])):
+        p.grad = part.view_as(p)
+
+
+def update_models(policy, critic, optimizer, batch, generator, args, rank=0, size=1):
+    """Epochs of optimiser steps on policy and value model (Schulman et al. 2017, eq. 9). Returns metrics.
+
+    `batch`, `generator` and the metrics are global; each process works on its share of each minibatch.
+    """
     sums, norms, steps = collections.Counter(), [], 0
+    names = ("policy_loss", "value_loss", "approx_kl", "clipfrac")
     epochs = (
         minibatches(len(batch["tokens"]), args.num_minibatches, generator) for _ in range(args.update_epochs)
     )
     policy.train(args.gradient_checkpointing)  # there is no dropout
     critic.train(args.gradient_checkpointing)
     for samples in itertools.chain.from_iterable(epochs):
-        count = batch["mask"][samples].sum()  # of the whole optimiser step [D4]
+        count = batch["mask"][samples].sum()  # of the whole optimiser step, over all processes [D4]
+        mine = samples[share_of(len(samples), rank, size)]
         optimizer.zero_grad()
         part = collections.Counter()
-        for rows in micro_batches(batch, samples.tolist(), args):
+        for rows in micro_batches(batch, mine.tolist(), args):
             chosen = [i for row in rows for i in row]
             mask, old, adv, ret, old_values = (
                 batch[name][chosen] for name in ("mask", "logps", "advantages", "returns", "values")
@@ -1093,9 +1138,13 @@ def update_models(policy, critic, optimizer, batch, generator, args):
             part["approx_kl"] += masked_mean(approx_kl(old, logp.detach(), "k3"), mask, count).item()
             share = clip_fraction(logp.detach()[mask], old[mask], adv[mask], args.clip_coef, args.clip_coef)
             part["clipfrac"] += share.item() * mask.sum().item() / count.item()
-        # Here the gradient of the step is complete: the one place to sum it over processes.
+        part = torch.tensor([part[name] for name in names], dtype=torch.float64, device=count.device)
+        part = dict(zip(names, sum_over_processes(part).tolist()))
         if args.target_kl is not None and part["approx_kl"] > args.target_kl:
             break  # ends the update: one loop holds all epochs
+        # Here the gradient of the step is complete: the one place to sum it over processes.
+        if dist.is_initialized():
+            sum_gradients([*policy.parameters(), *critic.parameters()])
         steps += 1
         sums.update(part)
         clip = lambda model: nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm).item()
@@ -1105,10 +1154,7 @@ def update_models(policy, critic, optimizer, batch, generator, args):
         optimizer.step()
     policy.eval()
     critic.eval()
-    metrics = {
-        f"losses/{name}": sums[name] / max(steps, 1)
-        for name in ("policy_loss", "value_loss", "approx_kl", "clipfrac")
-    }
+    metrics = {f"losses/{name}": sums[name] / max(steps, 1) for name in names}
     grad_norm, value_grad_norm = np.mean(norms, 0).tolist() if norms else (0.0, 0.0)
     return metrics | {
         "losses/grad_norm": grad_norm,
@@ -1131,7 +1177,49 @@ def check_first_batch(batch, metrics, args) -> None:
         tqdm.write("self-check: no response ended by a stop token: a larger --max-new-tokens, or --stop?")
 
 
-# ---- 7. Runs: folder, checkpoint, signals ------------------------------------------------------------------
+# ---- 7. Runs: processes, folder, checkpoint, signals -------------------------------------------------------
+
+
+def join_processes(device: torch.device) -> tuple[int, int]:
+    """This process's rank and the number of processes: torchrun's, or 0 and 1. Only the first one prints."""
+    if "RANK" not in os.environ:
+        return 0, 1
+    if device.type == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    if not dist.is_initialized():
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(hours=2))  # others wait while the first evaluates
+        atexit.register(dist.destroy_process_group)
+    if dist.get_rank():
+        sys.stdout = open(os.devnull, "w")
+    return dist.get_rank(), dist.get_world_size()
+
+
+def share_of(total: int, rank: int, size: int) -> slice:
+    """Which of `total` items in a row belong to process `rank` of `size`."""
+    return slice(total * rank // size, total * (rank + 1) // size)
+
+
+def sum_over_processes(x: torch.Tensor) -> torch.Tensor:
+    """Sum over all processes, in place; `x` as it is where there is one process."""
+    if dist.is_initialized():
+        dist.all_reduce(x)
+    return x
+
+
+def collect(x) -> list:
+    """The objects of all processes in the order of their ranks."""
+    found = [x] * (dist.get_world_size() if dist.is_initialized() else 1)
+    if dist.is_initialized():
+        dist.all_gather_object(found, x)
+    return found
+
+
+def check_weights(parameters) -> None:
+    """All processes must hold the same weights: compared by their sums, at start and at each checkpoint."""
+    sums = collect([p.detach().double().sum().item() for p in parameters])
+    if any(other != sums[0] for other in sums):
+        raise RuntimeError("the weights of the processes differ")
 
 
 def save_checkpoint(path: Path, state: dict) -> None:
@@ -1248,8 +1336,8 @@ def scoring(args: Args, folder: Path, policy, policy_tokenizer, device):
     return {"reward_model": read}, classifier if same else None
 
 
-def stages(args: Args, rows, held_out, rng, generator, device):
-    """What comes before PPO. All that can be refused is, before there is a folder.
+def stages(args: Args, rows, held_out, rng, generator, device, rank):
+    """What comes before PPO; the first process trains. All that can be refused is, before there is a folder.
 
     Returns the run's folder, tokenizer, policy, stop ids, prompts, reward functions, the reward model if it
     reads the policy's tokens, and its accuracies.
@@ -1265,13 +1353,18 @@ def stages(args: Args, rows, held_out, rng, generator, device):
             args.reward_model or args.policy, new_head=args.reward_model is None
         )
         pairs = load_pairs(args.train_reward_model, pairs_tokenizer)
-    folder, reward_metrics = args.resume or open_run(args, device), {}
-    if args.resume is None and args.policy is None:
+    folder = args.resume or collect(open_run(args, device) if rank == 0 else None)[0]
+    if dist.is_initialized():  # training a reward model takes longer than a collective may
+        waiting = dist.new_group(backend="gloo", timeout=timedelta(days=30))
+    new, reward_metrics = rank == 0 and args.resume is None, {}
+    if new and args.policy is None:
         reward_metrics = small_world(args, folder, rows, generator, rng)
-    elif args.resume is None and args.train_reward_model is not None:
+    elif new and args.train_reward_model is not None:
         reward_metrics = fit_reward_model(classifier.to(device), pairs_tokenizer, pairs, args)
         classifier.save_pretrained(folder / "reward_model")
         pairs_tokenizer.save_pretrained(folder / "reward_model")
+    if dist.is_initialized():
+        dist.barrier(waiting)
     if args.policy is None:
         tokenizer, policy = load_model(str(folder / "start"))
         eos_ids = stop_ids(tokenizer, policy, args.stop)
@@ -1293,10 +1386,11 @@ def with_reference(policy, args: Args):
 
 
 def main(args: Args) -> dict:
-    """Train as `args` say; returns the final metrics."""
+    """Train as `args` say; returns the final metrics. Numbers of prompts are of all processes together."""
     if args.device == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device cuda: there is no CUDA device")
     device = torch.device("cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu")
+    rank, size = join_processes(device)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     state = None
@@ -1305,14 +1399,17 @@ def main(args: Args) -> dict:
         args = resumed_args(args, state["args"])
         if state["step"] == args.total_steps:
             raise UsageError(f"--resume {args.resume}: this run is finished, at step {state['step']:,}")
+        if (number := len(state["tokens"])) != size:
+            raise UsageError(f"--resume {args.resume}: this is a run of {number} processes, not of {size}")
+    for name in ("num_prompts", "normalize_scores"):
+        if 0 < getattr(args, name) < size:
+            flag = f"--{name.replace('_', '-')} {getattr(args, name)}"
+            raise UsageError(f"{flag}: that is less than one for each of the {size} processes")
     if args.policy is None:
         torch.set_num_threads(1)  # a model this small runs slower on more
 
     prompt_stream, token_stream, shuffle_stream, _ = streams(args.seed)  # [D10]
-    generator, shuffle = (
-        torch.Generator(device).manual_seed(int(stream.generate_state(1)[0]))
-        for stream in (token_stream, shuffle_stream)
-    )
+    generator, shuffle = own_generator(token_stream, rank, device), own_generator(shuffle_stream, 0, device)
     torch.manual_seed(args.seed)  # initial weights
     if args.track:
         try:
@@ -1322,7 +1419,7 @@ def main(args: Args) -> dict:
     rng = np.random.default_rng(prompt_stream)
     rows, held_out = prompts_of(args, rng)
     folder, tokenizer, policy, eos_ids, rows, held_out, functions, classifier, reward_metrics = stages(
-        args, rows, held_out, rng, generator, device
+        args, rows, held_out, rng, generator, device, rank
     )
     critic = classifier_of(policy, classifier)
     policy, reference = with_reference(policy, args)
@@ -1331,6 +1428,8 @@ def main(args: Args) -> dict:
     policy.eval()
     trained = {f"policy.{name}": p for name, p in policy.named_parameters() if p.requires_grad}
     trained |= {f"critic.{name}": p for name, p in critic.named_parameters()}
+    for parameter in trained.values() if size > 1 else ():
+        dist.broadcast(parameter.data, 0)
     rates = {"policy": args.learning_rate, "critic": args.value_learning_rate}
     groups = [
         {"params": [p for n, p in trained.items() if n.startswith(k)], "lr": lr} for k, lr in rates.items()
@@ -1341,11 +1440,12 @@ def main(args: Args) -> dict:
     first, drawn, norm, metrics, run = 0, 0, {"mean": 0.0, "std": 1.0}, {}, None
 
     if state is None and args.normalize_scores:
-        chosen = [rows[i] for i in prompt_indices(0, args.normalize_scores, len(rows), args.seed + 1)]
+        chosen = prompt_indices(0, args.normalize_scores, len(rows), args.seed + 1)
+        chosen = [rows[i] for i in chosen[share_of(args.normalize_scores, rank, size)]]
         sample, _ = respond(
             sampler, tokenizer, chosen, 1, args.temperature, eos_ids, functions, generator, args
         )
-        norm = normalisation(sample["rewards"])
+        norm = normalisation(whole_batch(sample)["rewards"])
     elif state is not None:
         first, drawn, norm, controller.coef = (state[name] for name in ("step", "drawn", "norm", "kl_coef"))
         if {n: p.shape for n, p in state["models"].items()} != {n: p.shape for n, p in trained.items()}:
@@ -1355,13 +1455,14 @@ def main(args: Args) -> dict:
         if sampler is not policy:
             bfloat16_copy(policy, sampler)
         optimizer.load_state_dict(state["optimizer"])
-        generator.set_state(state["tokens"])
+        generator.set_state(state["tokens"][rank].clone())  # torch crashes on a view
         shuffle.set_state(state["shuffle"])
-        for name in ("metrics.jsonl", "completions.jsonl"):
+        for name in ("metrics.jsonl", "completions.jsonl") if rank == 0 else ():
             lines = (folder / name).read_text().splitlines(keepends=True)
             whole = [line for line in lines if line.endswith("\n")]
             (folder / name).write_text("".join(x for x in whole if json.loads(x)["step"] <= first))
-    if args.track:
+    check_weights(trained.values())
+    if args.track and rank == 0:
         settings = dict(name=folder.name, id=folder.name, resume="allow", config=vars(args))
         run = wandb.init(project=args.wandb_project_name, **settings)
     count = sum(p.numel() for p in trained.values())
@@ -1373,18 +1474,21 @@ def main(args: Args) -> dict:
     def look(step: int) -> dict:
         """Evaluate, keep the completions, show some."""
         found, records = evaluate_policy(
-            sampler, policy, reference, tokenizer, held_out, eos_ids, functions, truth, args, device
-        )
-        with open(folder / "completions.jsonl", "a") as file:
+            sampler, policy, reference, tokenizer, held_out, eos_ids, functions, truth, args, device,
+            rank, size,
+        )  # fmt: skip
+        with open(folder / "completions.jsonl" if rank == 0 else os.devnull, "a") as file:
             file.writelines(json.dumps({"step": step, **record}) + "\n" for record in records)
         tqdm.write(f"step {step}: " + ", ".join(f"{name} {value:.3f}" for name, value in found.items()))
         for record in records[:3]:
             tqdm.write(f"    {record['prompt']!r} -> {record['completion']!r} (score {record['score']:.2f})")
         return found
 
-    with stop_signals() as stopped, tqdm(total=args.total_steps, initial=first, unit=" steps") as bar:
+    lines = folder / "metrics.jsonl" if rank == 0 else Path(os.devnull)
+    shown = dict(unit=" steps", file=sys.stdout if rank else sys.stderr)
+    with stop_signals() as stopped, tqdm(total=args.total_steps, initial=first, **shown) as bar:
         if state is None:
-            write_metrics(folder / "metrics.jsonl", 0, reward_metrics | look(0))
+            write_metrics(lines, 0, reward_metrics | look(0))
         try:
             for step in range(first + 1, args.total_steps + 1):
                 factor = min(1.0, step / max(args.warmup_steps, 1))
@@ -1392,7 +1496,8 @@ def main(args: Args) -> dict:
                 for group, lr in zip(optimizer.param_groups, rates.values()):
                     group["lr"] = lr * factor
                 begun = time.perf_counter()
-                chosen = [rows[i] for i in prompt_indices(drawn, args.num_prompts, len(rows), args.seed)]
+                chosen = prompt_indices(drawn, args.num_prompts, len(rows), args.seed)
+                chosen = [rows[i] for i in chosen[share_of(args.num_prompts, rank, size)]]
                 drawn += args.num_prompts
                 batch, charts = sample_batch(
                     sampler, policy, reference, critic, tokenizer, chosen, eos_ids, functions, norm,
@@ -1401,7 +1506,7 @@ def main(args: Args) -> dict:
                 if step == 1 and args.self_checks:
                     check_first_batch(batch, charts, args)
                 sampled = time.perf_counter()
-                losses = update_models(policy, critic, optimizer, batch, shuffle, args)
+                losses = update_models(policy, critic, optimizer, batch, shuffle, args, rank, size)
                 ended = time.perf_counter()
                 if sampler is not policy:
                     bfloat16_copy(policy, sampler)
@@ -1416,36 +1521,44 @@ def main(args: Args) -> dict:
                 final = step == args.total_steps
                 if final or args.eval_every and step % args.eval_every == 0:
                     metrics |= look(step)
-                write_metrics(folder / "metrics.jsonl", step, metrics)
+                write_metrics(lines, step, metrics)
                 if run:
                     run.log(metrics, step=step)
                 shown = {"score": f"{charts['charts/score']:.2f}", "KL": f"{charts['losses/kl']:.2f}"}
                 bar.set_postfix(shown | {"tok/s": f"{metrics['charts/TPS']:.0f}"}, refresh=False)
                 bar.update()
-                if final or stopped or step % args.save_every == 0:
+                signals = sum(collect(stopped), [])  # all leave after the same step
+                if final or signals or step % args.save_every == 0:
+                    check_weights(trained.values())
                     state = {"script": SCRIPT, "args": json.loads(json.dumps(vars(args), default=str))}
                     state |= {"step": step, "drawn": drawn, "norm": norm, "kl_coef": controller.coef}
-                    state |= {"tokens": generator.get_state(), "shuffle": shuffle.get_state()}
-                    state |= {"optimizer": optimizer.state_dict()}
+                    state |= {"tokens": torch.stack(collect(generator.get_state()))}  # of each process
+                    state |= {"shuffle": shuffle.get_state(), "optimizer": optimizer.state_dict()}
                     state["models"] = {name: p.detach() for name, p in trained.items()}
-                    save_checkpoint(folder / "checkpoint.pt", state)
-                if stopped and not final:
+                    if rank == 0:
+                        save_checkpoint(folder / "checkpoint.pt", state)
+                    collect(None)  # nobody leaves before it is written: torchrun ends all when one has left
+                if signals and not final:
                     bar.close()
-                    print(f"stopped at step {step:,}; continue with: python {SCRIPT}.py --resume {folder}")
-                    raise SystemExit(128 + stopped[0])
-        except (FloatingPointError, UsageError) as error:
+                    launch = f"torchrun --nproc-per-node {size}" if size > 1 else "python"
+                    print(f"stopped at step {step:,}; continue with: {launch} {SCRIPT}.py --resume {folder}")
+                    raise SystemExit(128 + signals[0])
+        except (FloatingPointError, UsageError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and not dist.is_initialized():
+                raise
             good = folder / "checkpoint.pt"
             kept = f"{good}, step {load_checkpoint(good)['step']:,}" if good.exists() else "none yet"
             text = f"stopped at step {step:,}: {error}; last good checkpoint: {kept}"
-            raise type(error)(text) from error
+            raise (ConnectionError if isinstance(error, RuntimeError) else type(error))(text) from error
     if run:
         run.finish()
-    policy.save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
-    before = json.loads((folder / "metrics.jsonl").read_text().splitlines()[0])
-    for name in (name for name in metrics if name.startswith("eval/")):
-        print(f"{name}: {before[name]:.3f} before, {metrics[name]:.3f} after")
-    print(f"the policy is in {folder / 'model'}")
+    if rank == 0:
+        policy.save_pretrained(folder / "model")
+        tokenizer.save_pretrained(folder / "model")
+        before = json.loads(lines.read_text().splitlines()[0])
+        for name in (name for name in metrics if name.startswith("eval/")):
+            print(f"{name}: {before[name]:.3f} before, {metrics[name]:.3f} after")
+        print(f"the policy is in {folder / 'model'}")
     return metrics | {"step": args.total_steps, "folder": str(folder)}
 
 

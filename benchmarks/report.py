@@ -32,6 +32,7 @@ GROUPS = {  # name: tasks, {label: (script, variant)}
         "time limit bootstraps": (OURS, CLEANRL), "time limit ends": ("time_limit_ends", CLEANRL)}),
     "log_std": ([*MAIN, "Ant-v5", "Swimmer-v5", "InvertedDoublePendulum-v5"], {
         f"log std {value}": (OURS, f"logstd{value}") for value in ("0", "-0.5", "-1")}),
+    "atari": (["ALE-Pong-v5", "ALE-Breakout-v5"], {"--bf16": ("ppo_atari", "bf16")}),
 }  # fmt: skip
 # CleanRL, docs/benchmark/ppo_continuous_action.md: gymnasium's v4 tasks, 1M steps, 3 seeds.
 PUBLISHED = {"HalfCheetah": "1442.64 ± 46.03", "Hopper": "2382.86 ± 271.74", "Walker2d": "2287.95 ± 571.78"}
@@ -122,7 +123,7 @@ def score_table(rows: list[list[str]]) -> str:
 def all_rows(results: Path) -> list[list[str]]:
     """Every task and variant, whatever its length."""
     rows = []
-    for script in (OURS, "time_limit_ends", "peer_sb3"):
+    for script in (OURS, "time_limit_ends", "peer_sb3", "ppo_atari"):
         for task, name in {(p.parent.name, variant_of(p)) for p in (results / script).glob("*/*seed*.csv")}:
             rows += score_rows(results, [task], {f"{script} {name}".strip(): (script, name)})
     return sorted(rows)
@@ -147,13 +148,14 @@ def log_std_table(results: Path) -> str:
     return markdown(["task", "steps", "seeds", *header], rows + [last] * bool(complete))
 
 
-def speed_table(results: Path) -> str:
+def speed_table(results: Path, script: str) -> str:
     rows, notes = [], ""
-    for path in sorted((results / "speed").glob("*.csv")):
+    for path in sorted((results / "speed").glob(f"{script}-*.csv")):
         records, machine = read(path), json.loads(path.with_suffix(".json").read_text())
         table = summary(records)
         for r in table:
-            ratio = f"{statistics.median(r['ratios']):.1f} ({r['ratios'][0]:.1f} to {r['ratios'][-1]:.1f})"
+            ratio = "{:.2f} ({:.2f} to {:.2f})" if max(r["ratios"]) < 5 else "{:.1f} ({:.1f} to {:.1f})"
+            ratio = ratio.format(statistics.median(r["ratios"]), r["ratios"][0], r["ratios"][-1])
             cells = [f"{r['steady']:.0f}", ratio, f"{r['start']:.1f}", f"{r['million'] / 60:.1f}"]
             rows.append([r["contender"], r["env"], *cells])
         name, steady = table[0]["contender"], table[0]["steady"]
@@ -168,8 +170,12 @@ def speed_table(results: Path) -> str:
 
 TABLES = {
     name: lambda results, name=name: score_table(score_rows(results, *GROUPS[name], name == "main"))
-    for name in ("main", "peer", "time_limit")
-} | {"log_std": log_std_table, "speed": speed_table, **language.TABLES}
+    for name in ("main", "peer", "time_limit", "atari")
+} | {"log_std": log_std_table, **language.TABLES}
+TABLES |= {
+    name: lambda results, script=script: speed_table(results, script)
+    for name, script in (("speed", OURS), ("atari_speed", "ppo_atari"))
+}
 
 
 def curves(found: dict, series: dict, path: Path) -> None:

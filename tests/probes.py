@@ -35,6 +35,21 @@ class Probe(gym.Env):
         return self.obs, reward, *ends, {}
 
 
+class Seen(gym.Wrapper):
+    """Around all that a copy puts around its environment: the log then holds what the loop was given."""
+
+    def reset(self, **kwargs):
+        self.before, info = self.env.reset(**kwargs)
+        return self.before, info
+
+    def step(self, action):
+        first, before = len(Probe.log), self.before
+        self.before, *rest = self.env.step(action)
+        if isinstance(self.unwrapped, Probe):
+            Probe.log[first:] = [(id(self.unwrapped), before, np.array(action), *rest[:3], self.before)]
+        return self.before, *rest
+
+
 class Target(gym.Env):
     """Reach a known optimum: one step, reward -(a - obs / 2)^2 in units of the bounds (0.4), best return 0."""
 

@@ -11,8 +11,15 @@ import pytest
 import torch
 
 pytestmark = pytest.mark.setting("ppo_continuous")
-QUICK = ["--env-id", "Hopper-v5", "--num-steps", "128", "--num-minibatches", "4", "--update-epochs", "2", "--no-compile",
-         "--eval-episodes", "1", "--device", "cpu"]  # fmt: skip
+QUICK = dict(
+    env_id="Hopper-v5",
+    num_steps=128,
+    num_minibatches=4,
+    update_epochs=2,
+    compile=False,
+    eval_episodes=1,
+    device="cpu",
+)
 
 
 def run(script, cwd, *flags, **env):
@@ -118,7 +125,7 @@ def test_help_and_errors_of_the_real_command(script, tmp_path):
         assert "Traceback" not in failed.stderr
     assert not (tmp_path / "runs").exists()
     (tmp_path / "runs").write_text("a file, so the folder cannot be made")
-    failed = run(script, tmp_path, *QUICK)
+    failed = run(script, tmp_path, *script.words(**QUICK))
     assert (
         failed.returncode != 0 and "cannot write runs/" in failed.stderr and "Traceback" not in failed.stderr
     )
@@ -126,14 +133,15 @@ def test_help_and_errors_of_the_real_command(script, tmp_path):
 
 def test_import_runs_nothing(script, tmp_path):
     """Importing a script prints nothing, writes nothing and does not load W&B."""
-    code = f"import sys; sys.path.insert(0, {str(script.path.parent)!r}); import {script.path.stem}; assert 'wandb' not in sys.modules"
+    code = f"import runpy, sys; runpy.run_path({str(script.path)!r}, run_name='imported'); assert 'wandb' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "") and not list(tmp_path.iterdir())
 
 
+@pytest.mark.flags("resume")
 def test_kill_and_resume_a_real_process(script, tmp_path):
     """kill leaves a checkpoint and says how to go on; doing so ends the run with the same numbers as one run."""
-    flags = [*QUICK, "--total-timesteps", "12800"]
+    flags = script.words(**QUICK, total_timesteps=12800)
     whole = run(script, tmp_path, *flags, "--run-name", "whole")
     assert whole.returncode == 0, whole.stderr
     process = subprocess.Popen([sys.executable, script.path, *flags, "--run-name", "cut"], cwd=tmp_path,
@@ -146,7 +154,7 @@ def test_kill_and_resume_a_real_process(script, tmp_path):
     process.send_signal(signal.SIGTERM)
     said, _ = process.communicate(timeout=120)
     assert process.returncode == 128 + signal.SIGTERM and "--resume runs/cut" in said
-    rest = run(script, tmp_path, "--resume", "runs/cut", "--no-compile")
+    rest = run(script, tmp_path, *script.words(resume="runs/cut", compile=False))
     assert rest.returncode == 0, rest.stderr
     rows = [[{k: v for k, v in json.loads(line).items() if k != "charts/SPS"} for line in open(tmp_path / f"runs/{name}/metrics.jsonl")]
             for name in ("whole", "cut")]  # fmt: skip
@@ -156,9 +164,10 @@ def test_kill_and_resume_a_real_process(script, tmp_path):
     assert len(config["sha256"]) == 64
 
 
+@pytest.mark.flags("compile")
 def test_without_a_compiler_it_runs_eager_and_says_so(script, tmp_path):
     """A machine without a C++ compiler trains with the uncompiled function and is told once."""
-    flags = [flag for flag in QUICK if flag != "--no-compile"]
+    flags = script.words(**QUICK | {"compile": True})
     env = dict(
         CXX=str(tmp_path / "none"),
         TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache"),
@@ -169,9 +178,10 @@ def test_without_a_compiler_it_runs_eager_and_says_so(script, tmp_path):
     assert (done.stdout + done.stderr).count("running uncompiled, since torch.compile failed") == 1
 
 
+@pytest.mark.flags("video", "eval_checkpoint")
 def test_video_of_a_trained_policy(script, tmp_path):
     """--eval-checkpoint with --video films without a screen."""
-    out = run(script, tmp_path, *QUICK, "--total-timesteps", "128", "--run-name", "x")
+    out = run(script, tmp_path, *script.words(**QUICK, total_timesteps=128, run_name="x"))
     assert out.returncode == 0, out.stderr
     flags = ["--eval-checkpoint", "runs/x/checkpoint.pt", "--eval-episodes", 1, "--video", "x.gif"]
     film = run(script, tmp_path, *flags)

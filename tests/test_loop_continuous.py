@@ -23,12 +23,14 @@ def train(script, tmp_path, **flags):
     probes.Probe.log.clear()
     flags = {**SMALL, "device": "cpu", **flags}
     flags.setdefault("total_timesteps", 3 * flags["num_steps"] * flags.get("num_envs", 1))
-    fields = {f.name for f in script.Args.__dataclass_fields__.values()}
-    if gone := set(flags) - fields:
-        (pytest.fail if script.own else pytest.skip)(
-            f"{script.path.name} has no flag {', '.join(sorted(gone))}"
-        )
-    return script.main(script.Args(**flags))
+    return script.main(script.Args(**script.flags(**flags)))
+
+
+@pytest.fixture(autouse=True)
+def seen_from_the_loop(script, monkeypatch):
+    """The probes' log is taken outside of the copy's own wrappers: which there are is its choice."""
+    if make_env := getattr(script.module, "make_env", None):
+        monkeypatch.setattr(script.module, "make_env", lambda *a, **k: probes.Seen(make_env(*a, **k)))
 
 
 def detached(x):
@@ -38,18 +40,19 @@ def detached(x):
 @pytest.fixture
 def record(script, monkeypatch):
     """record(name) replaces a function by one that notes (inputs, result) of every call, and the weights then."""
-    agents, make_agent = [], script.Agent
+    agents, make_agent = [], script.find("Agent")
     monkeypatch.setattr(
         script.module, "Agent", lambda *a, **k: agents.append(make_agent(*a, **k)) or agents[-1]
     )
 
     def start(name):
-        calls, function = [], getattr(script, name)
+        calls, function = [], script.watch(name)
 
         def recorder(*inputs, **named):
             result = function(*inputs, **named)
             weights = copy.deepcopy(agents[-1])
-            calls.append(([detached(x) for x in inputs], detached(result), weights))
+            given = script.as_ours(function, inputs, named)
+            calls.append(([detached(x) for x in given], detached(result), weights))
             return result
 
         monkeypatch.setattr(script.module, name, recorder)
@@ -88,7 +91,7 @@ def reference_rollout(log, num_envs, num_steps, gamma):
 
 
 @pytest.mark.parametrize("num_envs", [1, 3])
-def test_rollout_is_what_the_environments_did(script, record, tmp_path, num_envs):
+def test_rollout_is_what_the_environments_did(script, record, tmp_path, num_envs, record_property):
     """Rewards, endings and values reach compute_gae as the simulator gave them; the value of a cut-off episode is
     that of the state really reached, also at the end of the rollout (B04, B07, B08, B10, B26, B29, B44, B46, B49)."""
     calls = record("compute_gae")
@@ -97,7 +100,11 @@ def test_rollout_is_what_the_environments_did(script, record, tmp_path, num_envs
     assert (terminated & done).any() and (done & ~terminated).any() and done[39::40].any()
     for k, (inputs, _, agent) in enumerate(calls):
         part = slice(40 * k, 40 * (k + 1))
-        torch.testing.assert_close(inputs[0], rewards[part], atol=1e-4, rtol=1e-4)
+        raw = torch.tensor([entry[3] for entry in probes.Probe.log]).view(120, num_envs)[part].float()
+        if not script.own and torch.allclose(inputs[0], raw):
+            record_property("unverified", "rewards are not scaled: there is no scaling to check")
+        else:
+            torch.testing.assert_close(inputs[0], rewards[part], atol=1e-4, rtol=1e-4)
         for name, given, real in (
             ("terminated", inputs[3], terminated[part]),
             ("done", inputs[4], done[part]),
@@ -206,6 +213,7 @@ def test_every_sample_once_an_epoch_and_paired(script, record, tmp_path):
 
 def reference_update(script, agent, batch, epochs, num, clip, ent, vf, norm, lr):
     """The update once more, with torch's own Normal, clip_grad_norm_ and Adam on separate parameters."""
+    value_clip = clip if script.has_flag("clip_vloss") else math.inf
     generator = torch.Generator().manual_seed(int(script.streams(1)[2].generate_state(1)[0]))
     optimizer = torch.optim.Adam(agent.parameters(), lr=lr, eps=1e-5)
     obs, actions, logps, adv, ret, old = batch
@@ -217,7 +225,8 @@ def reference_update(script, agent, batch, epochs, num, clip, ent, vf, norm, lr)
             a = adv[mb]
             a = (a - a.mean()) / (a.var(correction=0) + 1e-8).sqrt()
             surrogate = torch.min(ratio * a, ratio.clamp(1 - clip, 1 + clip) * a)
-            error = torch.max((v - ret[mb]) ** 2, (old[mb] + (v - old[mb]).clamp(-clip, clip) - ret[mb]) ** 2)
+            near = old[mb] + (v - old[mb]).clamp(-value_clip, value_clip)
+            error = torch.max((v - ret[mb]) ** 2, (near - ret[mb]) ** 2)
             loss = -surrogate.mean() + vf * 0.5 * error.mean() - ent * normal.entropy().sum(-1).mean()
             optimizer.zero_grad()
             loss.backward()
@@ -228,26 +237,33 @@ def reference_update(script, agent, batch, epochs, num, clip, ent, vf, norm, lr)
 @pytest.mark.parametrize("norm", [0.05, 1e6])
 def test_update_equals_the_textbook(script, monkeypatch, tmp_path, norm):
     """All steps of an update together (sign and weight of each term, clipping of the norm, Adam's epsilon, number
-    of epochs, B02, B16, B31) move the weights as an independent implementation does."""
-    rollout, kept = script.rollout, {}
+    of epochs, B02, B16, B31) move the weights as an independent implementation does, with the weights of terms that
+    are new in a copy (flags named ..._coef) at 0."""
+    rollout, kept, steps = script.find("rollout"), {}, spy_on_adam(script, monkeypatch)
 
-    def recorder(agent, *rest):
-        kept["agent"], (kept["batch"], episodes) = copy.deepcopy(agent), rollout(agent, *rest)
+    def recorder(agent, *rest, **named):
+        kept["agent"], (kept["batch"], episodes) = copy.deepcopy(agent), rollout(agent, *rest, **named)
         return kept["batch"], episodes
 
     monkeypatch.setattr(script.module, "rollout", recorder)
     flags = dict(ent_coef=0.1, vf_coef=0.7, clip_coef=0.15, max_grad_norm=norm, learning_rate=2e-3)
+    flags |= script.new_terms_off()
     out = train(script, tmp_path, num_steps=80, total_timesteps=80, update_epochs=4, seed=1, **flags)
+    uses_adam(script, steps)
     names = ("obs", "actions", "logps", "advantages", "returns", "values")
     batch = [kept["batch"][name].flatten(0, 1) for name in names]
     reference_update(script, kept["agent"], batch, 4, 4, 0.15, 0.1, 0.7, norm, 2e-3)
     trained = torch.load(f"{out['folder']}/checkpoint.pt", weights_only=True)["agent"]
-    for name, weight in kept["agent"].state_dict().items():
-        torch.testing.assert_close(
-            trained[name], weight, atol=2e-5, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}"
-        )
+    weights = kept["agent"].state_dict()
+    off = {n: (trained[n] - w).abs() > 2e-5 + 1e-4 * w.abs() for n, w in weights.items()}
+    share = torch.cat([x.flatten() for x in off.values()]).float().mean().item()
+    # Adam divides by a root: where a gradient is all but 0, as with ReLU, rounding may decide on its direction.
+    assert share < 0.01, (
+        f"{share:.0%} of the weights are off, in {', '.join(n for n, x in off.items() if x.any())}"
+    )
 
 
+@pytest.mark.flags("clip_coef", "clip_vloss", "norm_adv")
 def test_flags_reach_the_functions(script, record, tmp_path):
     """--clip-coef, --no-clip-vloss and --no-norm-adv are obeyed, in both losses (B20, B35)."""
     gae, policy, value = record("compute_gae"), record("policy_loss"), record("value_loss")
@@ -275,11 +291,17 @@ def spy_on_adam(script, monkeypatch):
     return rates
 
 
+def uses_adam(script, steps):
+    if not steps:
+        script.gone("takes no step of torch's Adam: the optimiser is its own")
+
+
 @pytest.mark.parametrize("anneal", [True, False])
 def test_learning_rate_of_every_step(script, monkeypatch, tmp_path, anneal):
     """The first update uses the full rate, the last one a positive one, a line between them (B25)."""
     rates = spy_on_adam(script, monkeypatch)
     train(script, tmp_path, total_timesteps=160, learning_rate=4e-3, anneal_lr=anneal)
+    uses_adam(script, rates)
     expected = [4e-3, 3e-3, 2e-3, 1e-3] if anneal else [4e-3] * 4
     np.testing.assert_allclose(rates, np.repeat(expected, 8))
 
@@ -289,6 +311,7 @@ def test_target_kl_stops_before_the_step_that_is_too_far(script, monkeypatch, re
     steps = spy_on_adam(script, monkeypatch)
     calls = record("policy_loss")
     out = train(script, tmp_path, target_kl=1e-9, learning_rate=0.01)
+    uses_adam(script, steps)
     assert len(steps) == 3 and len(calls) == 6  # one step at ratio 1, then a look that ends the update
     assert out["step"] == 120
     steps.clear()
@@ -302,27 +325,31 @@ def test_budget_is_rounded_up_and_used(script, tmp_path, capsys):
     assert len(probes.Probe.log) == 360 == out["step"] and "241 rounded up to 360" in capsys.readouterr().out
 
 
-def test_metrics_are_means_over_minibatches(script, record, tmp_path):
+def test_metrics_are_means_over_minibatches(script, record, tmp_path, record_property):
     """Logged losses are means over all minibatches, returns are raw and whole, the clip fraction is signed (B22, B34)."""
     policy, value, clipped = record("policy_loss"), record("value_loss"), record("clip_fraction")
     out = train(script, tmp_path, num_envs=2, total_timesteps=80, learning_rate=0.05)
     means = {name: torch.stack([result.mean() for _, result, _ in calls]).mean().item()
              for name, calls in (("policy_loss", policy), ("value_loss", value), ("clipfrac", clipped))}  # fmt: skip
-    for name, mean in means.items():
-        assert out[f"losses/{name}"] == pytest.approx(mean, rel=1e-4, abs=1e-6)
     log_ratio = torch.cat([inputs[0] - inputs[1] for inputs, _, _ in policy])
-    assert out["losses/approx_kl"] == pytest.approx(
-        (torch.expm1(log_ratio) - log_ratio).mean().item(), rel=1e-3
-    )
-    assert out["losses/old_approx_kl"] == pytest.approx(-log_ratio.mean().item(), rel=1e-3, abs=1e-6)
+    means |= {
+        "approx_kl": (torch.expm1(log_ratio) - log_ratio).mean().item(),
+        "old_approx_kl": -log_ratio.mean().item(),
+    }
+    expected = {f"losses/{name}": (mean, 1e-3, 1e-6) for name, mean in means.items()}
     scores, running = [], {}
     for env, _, _, reward, terminated, truncated, _ in probes.Probe.log:
         running.setdefault(env, []).append(reward)
         if terminated or truncated:
             scores.append(running.pop(env))
-    assert out["charts/episodic_return"] == pytest.approx(np.mean([sum(s) for s in scores]))
-    assert out["charts/episodic_length"] == pytest.approx(np.mean([len(s) for s in scores]))
-    assert out["charts/episodes"] == len(scores)
+    expected["charts/episodic_return"] = np.mean([sum(s) for s in scores]), 1e-6, 0
+    expected["charts/episodic_length"] = np.mean([len(s) for s in scores]), 1e-6, 0
+    expected["charts/episodes"] = len(scores), 0, 0
+    for name in () if script.own else expected.keys() - out.keys():
+        record_property("unverified", f"there is no metric {name}")
+        del expected[name]
+    for name, (value, rel, abs) in expected.items():
+        assert out[name] == pytest.approx(value, rel=rel, abs=abs), name
 
 
 def test_acting_network_is_the_trained_network(script):
@@ -332,14 +359,13 @@ def test_acting_network_is_the_trained_network(script):
         agent = script.Agent(3, 2, 0.0)
         flat = script.flatten_parameters(agent)
         act = script.numpy_forward(agent.actor)
-        for _ in range(2):
-            np.testing.assert_allclose(act(x), agent.actor(torch.tensor(x)).detach().numpy(), atol=1e-5)
-            flat.add_(torch.randn_like(flat), alpha=0.3)
         other = torch.nn.Sequential(torch.nn.Linear(3, 4, bias=bias), torch.nn.ReLU(), torch.nn.Linear(4, 2))
         with torch.no_grad():
-            np.testing.assert_allclose(
-                script.numpy_forward(other)(x), other(torch.tensor(x)).numpy(), atol=1e-6
-            )
+            for _ in range(2):
+                np.testing.assert_allclose(act(x), agent.actor(torch.tensor(x)).numpy(), atol=1e-5)
+                flat.add_(torch.randn_like(flat), alpha=0.3)
+            expected = other(torch.tensor(x)).numpy()
+            np.testing.assert_allclose(script.numpy_forward(other)(x), expected, atol=1e-6)
 
 
 def test_parameters_are_views_of_the_flat_vector(script):
@@ -357,6 +383,7 @@ def test_compiled_and_eager_gradient_agree(script):
     agent = script.Agent(3, 2, 0.0)
     batch = {name: torch.randn(40) for name in ("logps", "log_det", "advantages", "returns", "values")}
     batch |= {"obs": torch.randn(40, 3), "actions": torch.randn(40, 2)}
+    batch |= {name: torch.randn(40, 3) for name in script.LEARNT_FROM if name not in batch}
     compiled = script.compile_or_eager(script.minibatch_gradient)
     for mb, settings in (
         (torch.arange(20), (0.2, True, True, 0.1, 0.5)),
@@ -401,13 +428,13 @@ def test_stopped_and_resumed_equals_uninterrupted(script, monkeypatch, tmp_path,
     """Ctrl-C or kill leave a checkpoint from which the run goes on as if nothing had been, to the bit."""
     flags = dict(env_id=env_id, num_envs=2, num_steps=100, total_timesteps=800, update_epochs=2)
     whole = train(script, tmp_path, run_name="whole", **flags)
-    rollout, calls = script.rollout, []
+    rollout, calls = script.find("rollout"), []
 
-    def interrupted(*inputs):
+    def interrupted(*inputs, **named):
         calls.append(1)
         if len(calls) == 2:
             os.kill(os.getpid(), sent)
-        return rollout(*inputs)
+        return rollout(*inputs, **named)
 
     monkeypatch.setattr(script.module, "rollout", interrupted)
     with pytest.raises(SystemExit) as stop:
@@ -415,13 +442,14 @@ def test_stopped_and_resumed_equals_uninterrupted(script, monkeypatch, tmp_path,
     assert stop.value.code == 128 + sent and len(calls) == 2
     with open("runs/cut/metrics.jsonl", "a") as file:
         file.write('{"step": 99999}\n')  # a line written after the checkpoint must go
-    resumed = script.main(script.Args(resume=tmp_path / "runs/cut", compile=False, device="cpu"))
+    resumed = script.main(
+        script.Args(**script.flags(resume=tmp_path / "runs/cut", compile=False, device="cpu"))
+    )
     assert lines(resumed) == lines(whole)
     a, b = (torch.load(f"runs/{name}/checkpoint.pt", weights_only=True) for name in ("whole", "cut"))
     assert all(torch.equal(a["agent"][name], b["agent"][name]) for name in a["agent"])
-    assert all(
-        torch.equal(a["moments"][name], b["moments"][name]) for name in ("exp_avg", "exp_avg_sq", "step")
-    )
+    moments = ("exp_avg", "exp_avg_sq", "step") if script.own else a.get("moments", {})
+    assert all(torch.equal(a["moments"][name], b["moments"][name]) for name in moments)
 
 
 def test_nan_stops_the_run_and_keeps_the_good_checkpoint(script, tmp_path):
@@ -471,7 +499,8 @@ def test_learns_a_task_whose_optimum_is_known(script, tmp_path, bounds):
     )
     assert out["eval/episodic_return"] > -0.01 and out["losses/explained_variance"] < 1
     state = torch.load(f"{out['folder']}/checkpoint.pt", weights_only=True)
-    assert state["agent"]["log_std"].item() < -0.3  # a settled policy explores less
+    if script.own or "log_std" in state["agent"]:
+        assert state["agent"]["log_std"].item() < -0.3  # a settled policy explores less
 
 
 @pytest.mark.parametrize("env_id", ["Probe/Wide-v0", "Humanoid-v5", "InvertedPendulum-v5"])

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.testing import assert_close
 
 pytestmark = pytest.mark.setting("grpo_rlhf")
@@ -90,10 +91,7 @@ def arguments(script, world, model="llama", reward="digits", **flags):
     """Small settings; fails (ours) or skips (a copy) if a flag is gone."""
     flags = {"model": str(world / model), "dataset": str(world / "data.jsonl"), **SMALL, **flags}
     flags["reward"] = f"{world / 'rewards.py'}:{reward}"
-    if gone := set(flags) - set(script.Args.__dataclass_fields__):
-        stop = pytest.fail if script.own else pytest.skip
-        stop(f"{script.path.name} has no flag {', '.join(sorted(gone))}")
-    return script.Args(**flags)
+    return script.Args(**script.flags(**flags))
 
 
 def train(script, world, **flags):
@@ -134,29 +132,39 @@ def snapshot(x):
 
 @pytest.fixture
 def record(script, monkeypatch):
-    """record(*names) notes (name, inputs, result) of every call, and ("step", ...) of the optimiser, in order."""
-    events, step = [], torch.optim.AdamW.step
+    """record(*names) notes (name, inputs, result) of every call, and ("step", learning rate, class) of the optimiser, in
+    order."""
+    events = []
+    note = lambda optimizer, *_: events.append(
+        ("step", optimizer.param_groups[0]["lr"], type(optimizer).__name__)
+    )
+    hook = register_optimizer_step_pre_hook(note)
 
     def start(*names):
         for name in names:
-            function = getattr(script, name)
+            function = script.watch(name)
 
-            def recorder(*inputs, function=function, name=name):
-                before = snapshot(inputs)
-                result = function(*inputs)
+            def recorder(*inputs, function=function, name=name, **named):
+                before = snapshot(tuple(script.as_ours(function, inputs, named)))
+                result = function(*inputs, **named)
                 events.append((name, before, snapshot(result)))
                 return result
 
             monkeypatch.setattr(script.module, name, recorder)
-        note = lambda self, *a: events.append(("step", self.param_groups[0]["lr"], None)) or step(self, *a)
-        monkeypatch.setattr(torch.optim.AdamW, "step", note)
         return events
 
-    return start
+    yield start
+    hook.remove()
 
 
 def inputs_of(events, name):
     return [inputs for kind, inputs, _ in events if kind == name]
+
+
+def uses_adamw(script, events):
+    kinds = {result for kind, _, result in events if kind == "step"}
+    if kinds and kinds != {"AdamW"}:
+        script.gone(f"has another optimiser, {', '.join(sorted(kinds))}")
 
 
 def responses(groups):
@@ -307,7 +315,7 @@ def test_every_stop_id_ends_a_response_and_is_trained(script, world, record, nam
 def made_batch(script, world, name, **flags):
     """Random responses of random lengths with old, sampled and reference log-probabilities off the policy, one flat
     group and one unscored response: what `update_policy` works on, made without sampling."""
-    flags = dict(max_new_tokens=7, max_grad_norm=1e9, update_epochs=1) | flags
+    flags = dict(max_new_tokens=7, max_grad_norm=1e9, update_epochs=1) | script.new_terms_off() | flags
     args = arguments(script, world, model=name, **flags)
     tokenizer, model = load(script, world, name)
     g, shape = generator(3), (16, 7)
@@ -531,10 +539,13 @@ def test_reference_is_the_starting_policy(script, world, record, form, lora_rank
 @pytest.mark.parametrize("norm", [0.02, 1e6])
 def test_update_equals_the_textbook(script, world, record, norm):
     """Three training steps of two epochs and two minibatches (order, learning rate with warm-up and decay, clipping of the
-    norm, AdamW) move the weights as an independent implementation does (B25, B31, B107)."""
+    norm, AdamW) move the weights as an independent implementation does (B25, B31, B107), with the weights of terms that
+    are new in a copy (flags named ..._coef) at 0."""
     events = record("update_policy")
     flags = dict(total_steps=3, warmup_steps=2, anneal_lr=True, max_grad_norm=norm, learning_rate=2e-3)
+    flags |= script.new_terms_off()
     out = train(script, world, **flags)
+    uses_adamw(script, events)
     args, model = arguments(script, world, **flags), load(script, world, "llama")[1]
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.99), weight_decay=0.0)
     shuffle = torch.Generator().manual_seed(int(script.streams(1)[2].generate_state(1)[0]))
@@ -662,7 +673,7 @@ def test_same_seed_same_run(script, world):
     assert all(torch.equal(p, weights[name]) for name, p in checkpoint(d)["model"].items())
     rows = [json.loads(line) for line in open("runs/a/metrics.jsonl")]
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
-    assert all(set(row) - {"eval/greedy"} == {"step", *KEYS.split()} for row in rows[1:])
+    assert not script.own or all(set(row) - {"eval/greedy"} == {"step", *KEYS.split()} for row in rows[1:])
     assert (
         rows[1]["charts/tokens"] > 16 and rows[1]["charts/response_length"] == rows[1]["charts/tokens"] / 16
     )
@@ -714,11 +725,10 @@ def test_torn_line_does_not_stop_a_resume(script, world):
 
 def test_nan_stops_the_run_and_keeps_the_good_checkpoint(script, world, monkeypatch):
     """A gradient or weights of NaN end the run with the step and the last good checkpoint, which is whole (B85)."""
-    aggregate, rollout, calls = script.aggregate, script.sample_groups, []
-    monkeypatch.setattr(
-        script.module, "aggregate", lambda *a: aggregate(*a) * (1.0 if len(calls) < 3 else math.nan)
-    )
-    monkeypatch.setattr(script.module, "sample_groups", lambda *a: calls.append(1) or rollout(*a))
+    aggregate, rollout, calls = script.watch("aggregate"), script.watch("sample_groups"), []
+    poisoned = lambda *a, **k: aggregate(*a, **k) * (1.0 if len(calls) < 3 else math.nan)
+    monkeypatch.setattr(script.module, "aggregate", poisoned)
+    monkeypatch.setattr(script.module, "sample_groups", lambda *a, **k: calls.append(1) or rollout(*a, **k))
     with pytest.raises(
         FloatingPointError, match="stopped at step 3: the gradient .*runs/x/checkpoint.pt, step 2"
     ):
@@ -728,9 +738,9 @@ def test_nan_stops_the_run_and_keeps_the_good_checkpoint(script, world, monkeypa
     with pytest.raises(FloatingPointError, match="stopped at step 1: the gradient .* none yet"):
         train(script, world, run_name="y")
 
-    def poison(model, *rest):
+    def poison(model, *rest, **named):
         next(model.parameters()).data.fill_(math.nan)
-        return rollout(model, *rest)
+        return rollout(model, *rest, **named)
 
     monkeypatch.setattr(script.module, "sample_groups", poison)
     with pytest.raises(FloatingPointError, match="stopped at step 1: .*logits .* none yet"):
@@ -825,6 +835,7 @@ PAPERS = {  # advantage, surrogate, clip_low, clip_high, aggregation, kl_coef, k
 }
 
 
+@pytest.mark.flags("preset")
 @pytest.mark.parametrize("preset", PAPERS)
 def test_presets_are_the_papers(script, preset):
     """--preset sets what its paper had, a flag given beside it wins, and all else stays."""

@@ -1,0 +1,221 @@
+"""Several processes under torchrun, on this machine: they make the run that one process makes."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+
+import numpy as np
+import pytest
+import torch
+
+ROBOTS = pytest.mark.setting("ppo_continuous", "ppo_atari")
+LOAD = """
+import importlib.util, os, sys, torch, numpy as np, torch.distributed as dist
+spec = importlib.util.spec_from_file_location("script", sys.argv[1])
+script = importlib.util.module_from_spec(spec)
+sys.modules["script"] = script
+spec.loader.exec_module(script)
+torch.set_num_threads(1)
+rank, size = script.join_processes(torch.device("cpu"))
+"""
+
+
+@pytest.fixture(autouse=True)
+def can_run_in_processes(script):
+    for name in ("join_processes", "share_of", "sum_over_processes", "collect", "check_weights"):
+        getattr(script, name)
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def start(tmp_path, processes, file, *words):
+    """torchrun, or one process without it; output goes to `out`."""
+    run = ["-m", "torch.distributed.run", f"--nproc-per-node={processes}", f"--master-port={free_port()}"]
+    command = [sys.executable, *(run if processes > 1 else []), str(file), *map(str, words)]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    out = open(tmp_path / "out", "w+")
+    return subprocess.Popen(command, cwd=tmp_path, env=env, stdout=out, stderr=subprocess.STDOUT), out
+
+
+def finish(process, out, timeout=300):
+    code = process.wait(timeout)
+    out.seek(0)
+    return code, out.read()
+
+
+def work(tmp_path, script, processes, text):
+    """Run `text` in each process, with the script loaded; it writes what it found to rank<k>.pt."""
+    file = tmp_path / "worker.py"
+    file.write_text(LOAD + textwrap.dedent(text) + '\ntorch.save(found, f"rank{rank}.pt")\n')
+    code, output = finish(*start(tmp_path, processes, file, script.path))
+    assert code == 0, output[-3000:]
+    return [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(processes)]
+
+
+UPDATE = """
+T, N = 12, 5
+args = script.Args(num_envs=N, num_steps=T, num_minibatches=6 if {norm} else 60, update_epochs=2, norm_adv={norm})
+torch.manual_seed(0)
+agent = script.Agent({agent})
+batch = dict(logps=torch.randn(T, N) - 2, values=torch.randn(T, N), returns=torch.randn(T, N),
+             advantages=torch.randn(T, N) * torch.arange(1.0, N + 1) + torch.arange(N), {data})
+own = script.share_of(N, rank, size)
+flat = script.flatten_parameters(agent)
+moments = {{name: torch.zeros_like(flat) for name in ("exp_avg", "exp_avg_sq")}} | {{"step": torch.zeros(())}}
+losses = script.update(flat, moments, 1e-4, agent, script.minibatch_gradient, {{k: v[:, own] for k, v in batch.items()}},
+                       torch.Generator().manual_seed(3), args)
+found = flat, losses
+"""
+SETTINGS = {
+    "ppo_continuous": dict(
+        agent="3, 2, 0.0",
+        data="obs=torch.randn(T, N, 3), actions=torch.randn(T, N, 2), log_det=torch.zeros(T, N)"),
+    "ppo_atari": dict(
+        agent="3, False",
+        data="obs=torch.randint(256, (T, N, 4, 84, 84), dtype=torch.uint8), actions=torch.randint(3, (T, N))"),
+}  # fmt: skip
+
+
+@ROBOTS
+@pytest.mark.parametrize(
+    "norm, processes", [(True, 2), (False, 3)], ids=["minibatches of 10", "of 1, most processes idle"]
+)
+def test_the_update_is_that_of_one_process(script, tmp_path, norm, processes):
+    """Unequal shares of a rollout give, to rounding, the weights and metrics of one process that has it all: losses
+    over the whole minibatch, advantages whitened over all processes, one clipping of the whole gradient, and no
+    waiting for a process that has no sample of a minibatch (B28, THUDM/slime #2235)."""
+    text = UPDATE.format(norm=norm, **SETTINGS[script.setting])
+    alone = {"script": script.module, "torch": torch, "rank": 0, "size": 1}
+    exec(text, alone)
+    right, losses = alone["found"]
+    for flat, found in work(tmp_path, script, processes, text):
+        torch.testing.assert_close(flat, right, atol=1e-6, rtol=1e-5)
+        assert found == pytest.approx(losses, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.setting("ppo_continuous")
+def test_running_statistics_are_of_all_processes(script, tmp_path):
+    """After each rollout all hold mean and variance of everything seen anywhere, nothing counted twice."""
+    found = work(tmp_path, script, 3, """
+        data = np.random.default_rng(0).normal(50.0, [1.0, 9.0], (3, 40, 2))
+        norm = script.RunningNorm((2,))
+        for part in (data[:, :5], data[:, 5:]):
+            before = norm.moments()
+            norm.update(part[rank][: 3 + 10 * rank])
+            norm.merge(before)
+        found = norm.state_dict()
+        """)  # fmt: skip
+    data = np.random.default_rng(0).normal(50.0, [1.0, 9.0], (3, 40, 2))
+    seen = [part[k][: 3 + 10 * k] for part in (data[:, :5], data[:, 5:]) for k in range(3)]
+    seen = np.concatenate(seen)
+    for state in found:
+        assert state["count"] == len(seen)
+        np.testing.assert_allclose(state["mean"], seen.mean(0), rtol=1e-12)
+        np.testing.assert_allclose(state["m2"] / len(seen), seen.var(0), rtol=1e-9)
+
+
+@ROBOTS
+def test_processes_whose_weights_differ_are_noticed(script, tmp_path):
+    """A replica that has drifted ends the run instead of averaging two models."""
+    found = work(tmp_path, script, 2, """
+        found = []
+        for weights in (torch.ones(3), torch.ones(3) + rank * 1e-6):
+            try:
+                script.check_weights([weights])
+                found.append("equal")
+            except RuntimeError as error:
+                found.append(str(error))
+        """)  # fmt: skip
+    assert found == [["equal", "the weights of the processes differ"]] * 2
+
+
+ATARI = "--num-envs 4 --num-steps 32 --num-minibatches 4 --update-epochs 2 --max-frames 300 --eval-episodes 2"
+ATARI += " --save-every 2 --no-compile --device cpu"
+
+
+def rows(folder):
+    clock = ("charts/SPS",)
+    read = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in row.items() if key not in clock} for row in read]
+
+
+def same(one, other):
+    assert [row["step"] for row in one] == [row["step"] for row in other]
+    for a, b in zip(one, other):
+        assert a.keys() == b.keys()
+        assert a == pytest.approx(b, rel=2e-3, abs=1e-4)
+
+
+@pytest.mark.setting("ppo_atari")
+def test_any_number_of_processes_plays_the_same_run(script, tmp_path):
+    """Games, actions and minibatches do not depend on the number of processes: other games, each once (B29); the
+    first process alone writes and prints; a run stopped with three goes on with two."""
+    flags = [*ATARI.split(), "--total-timesteps", 768]
+    code, output = finish(*start(tmp_path, 1, script.path, *flags, "--run-name", "one"))
+    assert code == 0, output[-3000:]
+    code, output = finish(*start(tmp_path, 3, script.path, *flags, "--run-name", "three"))
+    assert code == 0 and output.count("writing runs/three") == 1, output[-3000:]
+    same(rows(tmp_path / "runs/three"), rows(tmp_path / "runs/one"))
+    state = torch.load(tmp_path / "runs/three/checkpoint.pt", weights_only=True)
+    assert len({game["seed"] for game in state["games"]}) == 4
+    process, out = start(tmp_path, 3, script.path, *flags, "--run-name", "cut")
+    stop_one(process, tmp_path / "runs/cut/metrics.jsonl", signal.SIGTERM)
+    code, output = finish(process, out)
+    assert code != 0 and "continue with: torchrun --nproc-per-node 3" in output, output[-3000:]
+    assert len(rows(tmp_path / "runs/cut")) < 6
+    code, output = finish(*start(tmp_path, 2, script.path, "--resume", "runs/cut", "--no-compile"))
+    assert code == 0, output[-3000:]
+    same(rows(tmp_path / "runs/cut"), rows(tmp_path / "runs/one"))
+
+
+def stop_one(torchrun, file, number):
+    """Send the signal to the last process as soon as the file is there, with something in it."""
+    begun = time.time()
+    while not (file.exists() and file.stat().st_size):
+        assert time.time() - begun < 200 and torchrun.poll() is None
+        time.sleep(0.05)
+    children = [int(pid) for pid in os.listdir("/proc") if pid.isdigit() and parent_of(pid) == torchrun.pid]
+    os.kill(max(children), number)
+
+
+def parent_of(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return int(file.read().rpartition(")")[2].split()[1])
+    except OSError:
+        return None
+
+
+@pytest.mark.setting("ppo_continuous")
+@pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="finds the processes under /proc")
+def test_a_process_that_dies_ends_all(script, tmp_path):
+    """Nobody waits for a dead process; the last checkpoint is whole, with the running statistics of all."""
+    flags = "--env-id Hopper-v5 --num-envs 2 --num-steps 64 --num-minibatches 4 --total-timesteps 1000000 --save-every 1"
+    words = [*flags.split(), "--no-compile", "--device", "cpu", "--run-name", "x"]
+    process, out = start(tmp_path, 2, script.path, *words)
+    stop_one(process, tmp_path / "runs/x/checkpoint.pt", signal.SIGKILL)
+    code, output = finish(process, out, timeout=60)
+    assert code != 0
+    assert re.search(
+        r"stopped at step [\d,]+: .*; last good checkpoint: runs/x/checkpoint.pt, step", output
+    ), output
+    state = torch.load(tmp_path / "runs/x/checkpoint.pt", weights_only=True)
+    assert state["step"] >= 128 and state["obs_norm"]["count"] == state["step"]  # of both, each once
+
+
+@pytest.mark.setting("ppo_continuous")
+def test_more_processes_than_environments(script, tmp_path):
+    """Impossible shares are refused in one sentence, before there is a folder."""
+    code, output = finish(*start(tmp_path, 2, script.path, "--num-envs", "1", "--device", "cpu"))
+    assert code != 0 and "--num-envs 1 is fewer than the 2 processes" in output
+    assert not (tmp_path / "runs").exists()
