@@ -16,6 +16,6 @@ VARIANTS = [
         ("clip_high: float = 0.28", "clip_high: float = 0.2"), ("temperature: float = 1.0", "temperature: float = 0.9"), ("seed: int = 1\n", "seed: int = 5\n"),
         ("max_grad_norm: float = 1.0", "max_grad_norm: float = 0.3")]),
     ("one more reward function and one more metric", "", [('    "exact": exact_match, "number"', '    "short": lambda prompts, completions, rows: [-float(len(text)) for text in completions],\n    "exact": exact_match, "number"'),
-        ('"losses/entropy": masked_mean', '"charts/best": new["rewards"].nan_to_num(-9.0).amax().item(),\n            "losses/entropy": masked_mean')]),
+        ('"losses/entropy": (entropy', '"charts/best": new["rewards"].nan_to_num(-9.0).amax().item(),\n            "losses/entropy": (entropy')]),
     ("no W&B", "has no flag track", [(TRACK, ""), ("args.track", "False")]),
 ]  # fmt: skip
