@@ -999,7 +999,7 @@ def test_ale_whole_run(script, run):
 
 def test_track_offline(monkeypatch, train, tmp_path):
     """W&B needs neither account nor network."""
-    pytest.importorskip("wandb")
+    pytest.importorskip("wandb").teardown()  # it keeps the folder of a run before it in this process
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     train(track=True, total_timesteps=40)
