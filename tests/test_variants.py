@@ -124,5 +124,7 @@ def test_what_is_no_copy_ends_in_a_sentence(tmp_path, text, words):
 
 def test_every_bug_that_a_test_names_has_a_title():
     """The report can say what public bug a failure resembles."""
-    named = {b for path in HERE.glob("test_*.py") for b in re.findall(r"(?<!noqa: )\bB\d+\b", path.read_text())}
+    named = {
+        b for path in HERE.glob("test_*.py") for b in re.findall(r"(?<!noqa: )\bB\d+\b", path.read_text())
+    }
     assert named <= set(BUGS)
