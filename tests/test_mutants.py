@@ -62,7 +62,7 @@ def verify(copy, checks):
 @pytest.mark.parametrize(
     "name, what, public, old, new, check",
     [mutant for name in NAMES for mutant in load(name)],
-    ids=lambda x: x if " " in x else "",
+    ids=lambda x: x if " " in x or x in NAMES else "",
 )
 def test_the_bug_is_caught_by_the_right_check(tmp_path, name, what, public, old, new, check):
     """An edit that reproduces a public bug, or its neighbour, makes the check fail that is there for it."""
