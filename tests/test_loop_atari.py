@@ -676,16 +676,18 @@ def test_evaluation_changes_nothing(script, train, tmp_path):
 
 def test_evaluation_is_over_whole_games(train):
     """Raw scores of the first whole game of each copy, across its lives (B53), with the same seeds each time."""
-    out = train(eval_episodes=5, eval_every=40, learning_rate=1e-12, sticky=0.0)
-    env = next(env for env in Probe.made if env.num_envs == 5)
+    out = train(eval_episodes=64, eval_every=40, learning_rate=1e-12, sticky=0.0, max_frames=400)
+    env = next(env for env in Probe.made if env.num_envs == 64)
     rows, firsts = probes_atari.steps(env), []
     starts = [k for k in range(len(rows)) if k == 0 or k % (len(rows) // 3) == 0]
-    for i in range(5):
+    for i in range(64):
         game = [step[i] for step in rows[starts[-1] :]]
         end = next(k for k, row in enumerate(game) if row.over)
         firsts.append((sum(row.reward for row in game[: end + 1]), end + 1))
         assert sum(row.life_lost for row in game[: end + 1]) in (1, 2, 3) or game[end].truncated
     scores, lengths = zip(*firsts)
+    ends = [sum(step[i].over for step in rows[starts[-1] :]) for i in range(64)]
+    assert max(ends) > 1, (lengths, ends)  # some end once more before the last has ended
     assert out["eval/episodic_return"] == pytest.approx(np.mean(scores))
     assert out["eval/episodic_return_std"] == pytest.approx(np.std(scores))
     assert out["eval/episodic_length"] == pytest.approx(np.mean(lengths))
