@@ -204,7 +204,9 @@ class Script:
         return {name: value for name, value in flags.items() if self.has_flag(name)}
 
     def words(self, **flags) -> list[str]:
-        """The same for the command line."""
+        """The same for the command line, where a copy's own defaults would count."""
+        ours = {name: getattr(self.original.Args(), name) for name in self.other_defaults}
+        flags = {name: value for name, value in ours.items() if value is not None} | flags
         words = []
         for name, value in self.flags(**flags).items():
             name = name.replace("_", "-")

@@ -11,7 +11,7 @@ VARIANTS = [
     ("another loss with a weight of its own", "edited: Args", [
         ("    vf_coef: float = 0.5\n", '    logit_coef: float = 0.01\n    """weight of the logits\' size"""\n    vf_coef: float = 0.5\n'),
         ("vf_coef, own=None):", "vf_coef, own=None, logit_coef=0.0):"), (LOSS, LOSS + " + logit_coef * logits.square().mean()"),
-        ("mb, *settings)", "mb, *settings, None, args.logit_coef)")]),
+        ("mb, *settings)", "mb, *settings, None, args.logit_coef)"), ("*settings, own)", "*settings, own, args.logit_coef)")]),
     ("another game and other defaults", "other defaults: ", [('"ALE/Breakout-v5"\n', '"ALE/Seaquest-v5"\n'), ("num_envs: int = 8", "num_envs: int = 16"), ("learning_rate: float = 2.5e-4", "learning_rate: float = 1e-4"),
         ("life_loss: bool = True", "life_loss: bool = False"), ("max_frames: int = 108_000", "max_frames: int = 18_000"), ("norm_adv: bool = True", "norm_adv: bool = False"), ("seed: int = 1\n", "seed: int = 4\n")]),
     ("categorical_logp_entropy has another name", "logp_and_entropy looks like it", [("categorical_logp_entropy", "logp_and_entropy")]),

@@ -39,7 +39,7 @@ VARIANTS = [
     ("another loss with a weight of its own", "edited: Args", [
         ("    vf_coef: float = 0.5\n", '    smooth_coef: float = 0.01\n    """weight of the actions\' size"""\n    vf_coef: float = 0.5\n'),
         ("vf_coef, own=None):", "vf_coef, own=None, smooth_coef=0.0):"), (LOSS, LOSS + " + smooth_coef * mean.square().mean()"),
-        ("mb, *settings)", "mb, *settings, None, args.smooth_coef)")]),
+        ("mb, *settings)", "mb, *settings, None, args.smooth_coef)"), ("*settings, own)", "*settings, own, args.smooth_coef)")]),
     ("the policy sees one number more", "edited: make_env", [(FLAT, FLAT.replace("return env", "env = env") + SEES_MORE)]),
     ("another reward by a wrapper", "edited: make_env", [(FLAT, FLAT.replace("return env", "env = env") + "\n    return gym.wrappers.TransformReward(env, lambda r: 0.5 * r + 0.001)")]),
     ("rewards as they are", "rewards are not scaled", [("reward / return_norm.std", "reward"), ("np.clip(rewards, -10.0, 10.0)", "rewards")]),
