@@ -420,7 +420,7 @@ class Games:
 
 
 @torch.no_grad()
-def evaluate(agent, games: Games, args: Args, device: torch.device, frames: list | None = None) -> dict:
+def evaluate_games(agent, games: Games, args: Args, device: torch.device, frames: list | None = None) -> dict:
     """Whole games, sampled actions, raw scores, the same seeds each time. Films the first into `frames`."""
     game_stream, action_stream = streams(args.seed)[3].spawn(2)
     rng = np.random.default_rng(action_stream)
@@ -448,7 +448,7 @@ def evaluate(agent, games: Games, args: Args, device: torch.device, frames: list
 
 
 @torch.no_grad()
-def rollout(agent, games, rng, args, device, own=slice(None)):
+def play_rollout(agent, games, rng, args, device, own=slice(None)):
     """T steps of N games: a dict of (T, N, ...) tensors, and (score, length) of the ended games."""
     T, N = args.num_steps, games.num
     noise = rng.gumbel(size=(T, args.num_envs, games.num_actions))[:, own]
@@ -495,7 +495,7 @@ LEARNT_FROM = ("obs", "actions", "logps", "returns", "values")
 STATS = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")
 
 
-def minibatch_gradient(agent, batch, mb, clip_coef, clip_vloss, norm_adv, ent_coef, vf_coef, own=None):
+def pixel_gradient(agent, batch, mb, clip_coef, clip_vloss, norm_adv, ent_coef, vf_coef, own=None):
     """Gradient of the PPO loss (eq. 9) on the samples `mb` as one vector, and STATS. One compiled graph.
 
     `own` restricts it to the rows and places in `mb` that this process has; advantages are of all processes.
@@ -725,7 +725,7 @@ def write_metrics(path: Path, step: int, metrics: dict) -> None:
 # ---- 8. Main -----------------------------------------------------------------------------------------------
 
 
-def replay(args: Args, device: torch.device) -> dict:
+def replay_games(args: Args, device: torch.device) -> dict:
     """--eval-checkpoint: evaluate a trained policy on the game it was trained on, and film its first game."""
     state = load_checkpoint(args.eval_checkpoint)
     kept = ("env_id", "life_loss", "sticky", "max_frames", "bf16")
@@ -733,7 +733,7 @@ def replay(args: Args, device: torch.device) -> dict:
     games = Games(args, streams(args.seed)[3].spawn(max(args.eval_episodes, 1)))
     agent, frames = Agent(games.num_actions, args.bf16).to(device), None if args.video is None else []
     load_state(agent, state["agent"])
-    metrics = evaluate(agent, games, args, device, frames)
+    metrics = evaluate_games(agent, games, args, device, frames)
     print(
         f"{args.env_id}, step {state['step']:,}: " + ", ".join(f"{k[5:]} {v:.1f}" for k, v in metrics.items())
     )
@@ -753,7 +753,7 @@ def main(args: Args) -> dict:
         raise UsageError("--device cuda: there is no CUDA device")
     device = torch.device("cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu")
     if args.eval_checkpoint is not None:
-        return replay(args, device)
+        return replay_games(args, device)
     rank, size = join_processes(device)
     state = None
     if args.resume is not None:
@@ -774,7 +774,7 @@ def main(args: Args) -> dict:
     flat = flatten_parameters(agent)
     moments = {name: torch.zeros_like(flat) for name in ("exp_avg", "exp_avg_sq")}
     moments["step"] = torch.zeros((), device=device)
-    gradient = compile_or_eager(minibatch_gradient) if args.compile else minibatch_gradient
+    gradient = compile_or_eager(pixel_gradient) if args.compile else pixel_gradient
     recent, first, metrics, run = collections.deque(maxlen=100), 0, {}, None
 
     if state is None:
@@ -821,7 +821,7 @@ def main(args: Args) -> dict:
                     linear_schedule(iteration, args.num_iterations) if args.anneal_lr else 1.0
                 )
                 step = (iteration + 1) * args.batch_size
-                batch, episodes = rollout(agent, games, rng, args, device, own)
+                batch, episodes = play_rollout(agent, games, rng, args, device, own)
                 losses = update(flat, moments, lr, agent, gradient, batch, generator, args)
                 if not (math.isfinite(losses["grad_norm"]) and flat.isfinite().all()):
                     raise FloatingPointError("the gradient is not finite")
@@ -842,7 +842,7 @@ def main(args: Args) -> dict:
                     args.eval_every and step // args.eval_every > (step - args.batch_size) // args.eval_every
                 )
                 if args.eval_episodes and (final or due) and rank == 0:
-                    metrics |= evaluate(agent, eval_games, args, device)
+                    metrics |= evaluate_games(agent, eval_games, args, device)
                 if rank == 0:
                     write_metrics(folder / "metrics.jsonl", step, metrics)
                 if run:

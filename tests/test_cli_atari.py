@@ -238,7 +238,7 @@ def test_wrong_files_and_games_are_named(script, folder, monkeypatch, flags, wor
     def played(*_):
         pytest.fail("a step was played")
 
-    monkeypatch.setattr(script.module, "rollout", played, raising=False)
+    monkeypatch.setattr(script.module, "play_rollout", played, raising=False)
     monkeypatch.chdir(folder)
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
     paths = {k: pathlib.Path(v) for k, v in flags.items() if k in ("resume", "eval_checkpoint")}
@@ -253,7 +253,9 @@ def test_a_folder_that_cannot_be_written(script, tmp_path, monkeypatch):
     """No rights, or a file in the way, are found before the first step, not at the first checkpoint."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").write_text("a file, so the folder cannot be made")
-    monkeypatch.setattr(script.module, "rollout", lambda *_: pytest.fail("a step was played"), raising=False)
+    monkeypatch.setattr(
+        script.module, "play_rollout", lambda *_: pytest.fail("a step was played"), raising=False
+    )
     with pytest.raises(ValueError, match="cannot write runs/x: ") as error:
         script.main(script.Args(**script.flags(**TINY, run_name="x")))
     assert "\n" not in str(error.value)

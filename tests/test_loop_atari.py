@@ -106,7 +106,7 @@ def record(script, monkeypatch, tiny):
 @pytest.fixture
 def batches(script, monkeypatch):
     """The batch of every rollout, and the weights that acted."""
-    kept, rollout = [], script.watch("rollout")
+    kept, rollout = [], script.watch("play_rollout")
 
     def recorder(agent, *rest, **named):
         before = copy.deepcopy(agent)
@@ -114,7 +114,7 @@ def batches(script, monkeypatch):
         kept.append(({name: detached(value) for name, value in result[0].items()}, before))
         return result
 
-    monkeypatch.setattr(script.module, "rollout", recorder)
+    monkeypatch.setattr(script.module, "play_rollout", recorder)
     return kept
 
 
@@ -588,13 +588,13 @@ def a_batch(script, agent, n=48):
 def test_compiled_and_eager_gradient_agree(script, tiny, capsys):
     """torch.compile changes the speed, not the numbers, and sees flags that change between calls (B35)."""
     agent = network(script, 4, False)
-    batch, compiled = a_batch(script, agent), script.compile_or_eager(script.minibatch_gradient)
+    batch, compiled = a_batch(script, agent), script.compile_or_eager(script.pixel_gradient)
     for mb, settings in (
         (torch.arange(24), (0.2, True, True, 0.1, 0.5)),
         (torch.arange(24, 48), (0.1, True, True, 0.0, 0.9)),
     ):
         for a, b in zip(
-            compiled(agent, batch, mb, *settings), script.minibatch_gradient(agent, batch, mb, *settings)
+            compiled(agent, batch, mb, *settings), script.pixel_gradient(agent, batch, mb, *settings)
         ):
             torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-3)
     if "running uncompiled" in capsys.readouterr().out:
@@ -609,7 +609,7 @@ def test_gradient_in_bf16_is_close_to_float32(script):
     for bf16 in (False, True):
         agent = network(script, 4, bf16)
         batch = gradients[0][2] if bf16 else a_batch(script, agent)
-        grad, stats = script.minibatch_gradient(agent, batch, torch.arange(48), 0.1, True, True, 0.01, 0.5)
+        grad, stats = script.pixel_gradient(agent, batch, torch.arange(48), 0.1, True, True, 0.01, 0.5)
         assert grad.dtype == stats.dtype == torch.float32
         assert all(w.dtype == torch.float32 for w in agent.parameters())
         gradients.append((grad, stats, batch))
@@ -697,7 +697,7 @@ def test_evaluation_is_over_whole_games(train):
 
 def stop_and_resume(script, monkeypatch, run, tmp_path, sent, capsys, **flags):
     whole = run(run_name="whole", **flags)
-    rollout, calls = script.watch("rollout"), []
+    rollout, calls = script.watch("play_rollout"), []
 
     def interrupted(*inputs, **named):
         calls.append(1)
@@ -705,7 +705,7 @@ def stop_and_resume(script, monkeypatch, run, tmp_path, sent, capsys, **flags):
             os.kill(os.getpid(), sent)
         return rollout(*inputs, **named)
 
-    monkeypatch.setattr(script.module, "rollout", interrupted)
+    monkeypatch.setattr(script.module, "play_rollout", interrupted)
     with pytest.raises(SystemExit) as stop:
         run(run_name="cut", **flags)
     assert stop.value.code == 128 + sent and len(calls) == 2
@@ -757,7 +757,7 @@ def test_games_that_do_not_repeat_are_started_anew(script, train, tmp_path, caps
 
 def test_nan_stops_the_run_and_keeps_the_good_checkpoint(script, monkeypatch, train):
     """A NaN ends the run with the step and the last good checkpoint, which is still whole."""
-    rollout, calls = script.watch("rollout"), []
+    rollout, calls = script.watch("play_rollout"), []
 
     def poisoned(*inputs, **named):
         batch, episodes = rollout(*inputs, **named)
@@ -766,14 +766,14 @@ def test_nan_stops_the_run_and_keeps_the_good_checkpoint(script, monkeypatch, tr
             batch["advantages"][0, 0] = math.nan
         return batch, episodes
 
-    monkeypatch.setattr(script.module, "rollout", poisoned)
+    monkeypatch.setattr(script.module, "play_rollout", poisoned)
     with pytest.raises(
         FloatingPointError, match=r"stopped at step 160: .* checkpoint: .*runs/x/checkpoint.pt, step 120"
     ):
         train(total_timesteps=400, save_every=1, run_name="x")
     state = torch.load("runs/x/checkpoint.pt", weights_only=False)
     assert state["step"] == 120 and all(w.isfinite().all() for w in state["agent"].values())
-    monkeypatch.setattr(script.module, "rollout", rollout)
+    monkeypatch.setattr(script.module, "play_rollout", rollout)
     with pytest.raises(
         FloatingPointError, match="stopped at step 40: the gradient is not finite; .* none yet"
     ):

@@ -72,16 +72,16 @@ batch = dict(logps=torch.randn(T, N) - 2, values=torch.randn(T, N), returns=torc
 own = script.share_of(N, rank, size)
 flat = script.flatten_parameters(agent)
 moments = {{name: torch.zeros_like(flat) for name in ("exp_avg", "exp_avg_sq")}} | {{"step": torch.zeros(())}}
-losses = script.update(flat, moments, 1e-4, agent, script.minibatch_gradient, {{k: v[:, own] for k, v in batch.items()}},
+losses = script.update(flat, moments, 1e-4, agent, script.{gradient}, {{k: v[:, own] for k, v in batch.items()}},
                        torch.Generator().manual_seed(3), args)
 found = flat, losses
 """
 SETTINGS = {
     "ppo_continuous": dict(
-        agent="3, 2, 0.0",
+        agent="3, 2, 0.0", gradient="minibatch_gradient",
         data="obs=torch.randn(T, N, 3), actions=torch.randn(T, N, 2), log_det=torch.zeros(T, N)"),
     "ppo_atari": dict(
-        agent="3, False",
+        agent="3, False", gradient="pixel_gradient",
         data="obs=torch.randint(256, (T, N, 4, 84, 84), dtype=torch.uint8), actions=torch.randint(3, (T, N))"),
 }  # fmt: skip
 

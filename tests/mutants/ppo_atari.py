@@ -125,7 +125,7 @@ MUTANTS = [
     ("KL with exchanged roles", "", 'approx_kl(b["logps"], logp, kind)', 'approx_kl(logp, b["logps"], kind)', "test_metrics_are"),
     ("clip fraction without the sign", "B22, trl #3175", "clipped = ((adv > 0) & (ratio > 1.0 + clip_high)) | ((adv < 0) & (ratio < 1.0 - clip_low))", "clipped = (ratio - 1.0).abs() > clip_high", "test_clip_fraction"),
     # evaluation and checkpoints
-    ("evaluation plays the training's games", "B53", "evaluate(agent, eval_games, args, device)", "evaluate(agent, games, args, device)", "test_evaluation_changes"),
+    ("evaluation plays the training's games", "B53", "evaluate_games(agent, eval_games, args, device)", "evaluate_games(agent, games, args, device)", "test_evaluation_changes"),
     ("evaluation has other games each time", "", "games.reset(seeds=game_stream.generate_state(games.num) // 2)", "games.reset()", "test_evaluation_is"),
     ("evaluation counts lives", "B53, SB3 #2170", "ended = games.over & (lengths == 0)", "ended = (games.over | games.fire_next) & (lengths == 0)", "test_evaluation_is"),
     ("evaluation stops with the first game", "", "while not lengths.all():", "while not lengths.any():", "test_evaluation_is"),
