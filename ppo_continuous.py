@@ -297,12 +297,8 @@ class RunningNorm:
 
     def moments(self):
         """Count, sum and sum of squares, in one vector."""
-        return np.concatenate(
-            [
-                [self.count],
-                *(np.ravel(x) for x in (self.count * self.mean, self.m2 + self.count * self.mean**2)),
-            ]
-        )
+        total, square = self.count * self.mean, self.m2 + self.count * self.mean**2
+        return np.concatenate([[self.count], np.ravel(total), np.ravel(square)])
 
     def merge(self, before):
         """Add what the other processes saw since all had the moments `before`."""
