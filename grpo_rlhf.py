@@ -38,12 +38,12 @@ Differs from TRL's GRPOTrainer and from the papers in:
 """
 
 import argparse
-import atexit
 import collections
 import contextlib
 import copy
 import dataclasses
 import fractions
+import functools
 import hashlib
 import importlib.util
 import itertools
@@ -55,6 +55,7 @@ import re
 import signal
 import sys
 import time
+import weakref
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -129,7 +130,7 @@ class Args:
     overlong_buffer: float = 0.0
     """last share of --max-new-tokens over which a length penalty grows to 1 (DAPO: 0.2); 0: none"""
     importance_cap: float = 2.0
-    """largest weight that corrects the sampler's rounding (trainer over sampler probability of a token)"""
+    """largest weight that corrects the sampler's error (trainer over sampler probability of a token)"""
     update_epochs: int = 1
     """passes over a step's responses"""
     num_minibatches: int = 1
@@ -146,6 +147,10 @@ class Args:
     """train low-rank adapters on all linear layers (needs peft); 0: all weights"""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """bfloat16: autocast over float32 weights, sampling from a bfloat16 copy"""
+    rollout: Literal["torch", "vllm"] = "torch"
+    """what samples responses: the loop in this file, or vLLM (pip install vllm) with weights of --dtype"""
+    vllm_memory: float = 0.3
+    """share of the device's memory that vLLM takes, its weights included"""
     gradient_checkpointing: bool = False
     """recompute activations in the backward pass: less memory, more time"""
     batch_tokens: int = 8192
@@ -188,7 +193,7 @@ class Args:
                 rule, holds = "must be at least 2: a group of one has no baseline", value >= 2
             elif name in ("temperature", "learning_rate", "max_grad_norm", "importance_cap", "cispo_max"):
                 rule, holds = "must be positive and finite", 0 < value < math.inf
-            elif name in ("clip_low", "overlong_buffer"):
+            elif name in ("clip_low", "overlong_buffer", "vllm_memory"):
                 rule, holds = "must lie in [0, 1]", 0 <= value <= 1
             if not holds:
                 raise UsageError(f"--{name.replace('_', '-')} {value} {rule}")
@@ -207,6 +212,14 @@ class Args:
             raise UsageError("--surrogate reinforce has no ratio: it needs one update epoch, one minibatch")
         if self.run_name is not None and Path(self.run_name).name != self.run_name:
             raise UsageError(f"--run-name {self.run_name} must be the name of a folder under runs/")
+        if self.rollout == "vllm" and self.model is None:
+            raise UsageError("--rollout vllm needs --model")
+        if self.rollout == "vllm" and self.lora_rank:
+            raise UsageError(f"--rollout vllm takes whole weights, not those of --lora-rank {self.lora_rank}")
+        if self.rollout == "vllm" and importlib.util.find_spec("vllm") is None:
+            raise UsageError("--rollout vllm needs: pip install vllm")
+        if self.track and importlib.util.find_spec("wandb") is None:
+            raise UsageError("--track needs: pip install wandb")
         if self.run_name is not None and self.resume is not None:
             raise UsageError(f"--run-name {self.run_name} contradicts --resume {self.resume}")
 
@@ -733,6 +746,75 @@ def load_task(args: Args, rng):
 # ---- 5. Rollout --------------------------------------------------------------------------------------------
 
 
+class Engine:
+    """vLLM in this process, an engine a device, as the sampler (--rollout vllm).
+
+    It starts with random weights and is given all of ours, so that the check of the first batch sees any that
+    did not arrive.
+    """
+
+    def __init__(self, name, longest, args):
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = (
+            "0"  # in this process: weights are handed over as they are
+        )
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        import vllm
+
+        where = {"distributed_executor_backend": "external_launcher"} if dist.is_initialized() else {}
+        self.llm = vllm.LLM(
+            model=name, load_format="dummy", skip_tokenizer_init=True, dtype=args.dtype, seed=args.seed,
+            max_model_len=longest, gpu_memory_utilization=args.vllm_memory,
+            logprobs_mode="processed_logprobs",  # after the temperature: of what was drawn from
+            generation_config="vllm", **where,  # not the checkpoint's, with its top-k and penalties
+        )  # fmt: skip
+        self.settings = functools.partial(vllm.SamplingParams, logprobs=0, detokenize=False)
+
+    def load(self, model):
+        """Take the model's weights as they are now, and forget what was computed with others."""
+        weights = ((name, parameter.detach()) for name, parameter in model.named_parameters())
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+        if not self.llm.reset_prefix_cache():
+            raise RuntimeError("vLLM kept what it computed with older weights")
+
+    def generate(self, prompts, copies, max_new_tokens, temperature, eos_ids, generator):
+        """As `generate` below; in place of an entropy -log p of the token, which has the same mean."""
+        device, stops = generator.device, list(eos_ids)
+        settings = dict(n=copies, temperature=temperature, max_tokens=max_new_tokens, stop_token_ids=stops)
+        seeds = torch.randint(2**62, (len(prompts),), generator=generator, device=device).tolist()
+        requests = self.llm.generate(
+            [{"prompt_token_ids": prompt} for prompt in prompts],
+            [self.settings(seed=seed, **settings) for seed in seeds],
+            use_tqdm=False,
+        )
+        answers = [answer for request in requests for answer in request.outputs]
+        tokens = torch.full((len(answers), max_new_tokens), stops[0])
+        logps = torch.zeros(tokens.shape)
+        for i, answer in enumerate(answers):
+            ids, length = list(answer.token_ids), len(answer.token_ids)
+            if length < max_new_tokens and (not ids or ids[-1] not in stops):
+                raise RuntimeError(f"vLLM broke a response off after {length} tokens: {answer.finish_reason}")
+            tokens[i, :length] = torch.tensor(ids)
+            logps[i, :length] = torch.tensor([every[t].logprob for t, every in zip(ids, answer.logprobs)])
+        if logps.isnan().any():
+            raise FloatingPointError("the model's logits are not numbers")
+        return tokens.to(device), logps.to(device), -logps.to(device)
+
+
+def new_sampler(model, name, rows, args):
+    """What responses are sampled from: the model itself, its bfloat16 copy, or vLLM (--rollout)."""
+    if args.rollout == "vllm":
+        return Engine(name, max(len(row["ids"]) for row in rows) + args.max_new_tokens, args)
+    return model if args.dtype == "float32" else bfloat16_copy(model)
+
+
+def refresh(sampler, model) -> None:
+    """Give the sampler the model's weights."""
+    if isinstance(sampler, Engine):
+        sampler.load(model)
+    elif sampler is not model:
+        bfloat16_copy(model, sampler)
+
+
 @torch.no_grad()
 def generate(model, prompts, copies, max_new_tokens, temperature, eos_ids, generator):
     """Sample `copies` responses to each prompt (temperature 0: the likeliest tokens).
@@ -741,6 +823,8 @@ def generate(model, prompts, copies, max_new_tokens, temperature, eos_ids, gener
     entropies of the distributions that they were drawn from; B = prompts x copies,
     the copies of a prompt side by side.
     """
+    if isinstance(model, Engine):
+        return model.generate(prompts, copies, max_new_tokens, temperature, eos_ids, generator)
     device, size, width = generator.device, len(prompts) * copies, max(map(len, prompts))
     ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=device)  # left-padded
     lengths = torch.tensor([len(p) for p in prompts], device=device)
@@ -1038,7 +1122,7 @@ def update_policy(model, optimizer, batch, generator, args, rank=0):
         if not samples:
             continue  # nothing to learn in any process: no step on momentum alone
         # Here the gradient of the step is complete: the one place to sum it over processes.
-        if dist.is_initialized():
+        if dist.is_initialized() and dist.get_world_size() > 1:  # vLLM has a group of one
             sum_gradients(model.parameters())
         norms.append(nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm).item())
         if not math.isfinite(norms[-1]):
@@ -1060,11 +1144,13 @@ def self_check(model, reference, batch, metrics, args) -> None:
     first = list(range(args.group_size))
     scored = score_all(model, batch, first, args)[first]
     error = (scored - batch["sampled"][first])[batch["mask"][first]].abs()
-    if error.mean() > 0.3 or args.dtype == "float32" and error.max() > 1e-3:  # bfloat16 rounds logits to 0.1
-        raise UsageError(
-            f"self-check: log-probabilities as sampled and as scored differ by up to {error.max():.2g}; "
-            "if the model cannot take an attention mask of its own, --row-tokens 0 helps"
-        )
+    exact = args.dtype == "float32" and args.rollout == "torch"  # bfloat16 rounds logits to 0.1
+    if error.mean() > 0.3 or exact and error.max() > 1e-3:
+        hint = "if the model cannot take an attention mask of its own, --row-tokens 0 helps"
+        if args.rollout == "vllm":
+            hint = "vLLM has not taken all weights, or reads the model otherwise"
+        told = f"self-check: log-probabilities as sampled and as scored differ by up to {error.max():.2g}"
+        raise UsageError(f"{told}; {hint}")
     if reference is not None:
         with reference() as frozen:
             distance = (score_all(frozen, batch, first, args)[first] - scored).abs().max()
@@ -1088,7 +1174,8 @@ def join_processes(device: torch.device) -> tuple[int, int]:
     if not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(hours=2))  # others wait while the first evaluates
-        atexit.register(dist.destroy_process_group)
+        # an exit hook that runs after that of vLLM, which may have done the same
+        weakref.finalize(dist, lambda: dist.is_initialized() and dist.destroy_process_group())
     if dist.get_rank():
         sys.stdout = open(os.devnull, "w")
     return dist.get_rank(), dist.get_world_size()
@@ -1198,6 +1285,37 @@ def write_metrics(path: Path, step: int, metrics: dict) -> None:
         file.write(json.dumps({"step": step, **finite}) + "\n")
 
 
+def cut_log(path: Path, step: int) -> None:
+    """Drop the lines of a resumed run that are later than its checkpoint, or half written."""
+    lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    path.write_text("".join(line for line in lines if json.loads(line)["step"] <= step))
+
+
+def start_tracking(args: Args, folder: Path):
+    """The run in Weights & Biases; a resumed run goes on there."""
+    import wandb
+
+    settings = dict(name=folder.name, id=folder.name, resume="allow", config=vars(args))
+    return wandb.init(project=args.wandb_project_name, **settings)
+
+
+def leave(signum: int, step: int, size: int, folder: Path) -> None:
+    """End as the signal asks, after a word on how to go on."""
+    launch = f"torchrun --nproc-per-node {size}" if size > 1 else "python"
+    print(f"stopped at step {step:,}; continue with: {launch} {SCRIPT}.py --resume {folder}")
+    raise SystemExit(128 + signum)
+
+
+def name_last_checkpoint(error: Exception, step: int, folder: Path) -> None:
+    """Raise `error` again with its step and what is left; another process's end is a ConnectionError."""
+    if isinstance(error, RuntimeError) and not dist.is_initialized():
+        raise error
+    good = folder / "checkpoint.pt"
+    kept = f"{good}, step {load_checkpoint(good)['step']:,}" if good.exists() else "none yet"
+    text = f"stopped at step {step:,}: {error}; last good checkpoint: {kept}"
+    raise (ConnectionError if isinstance(error, RuntimeError) else type(error))(text) from error
+
+
 # ---- 8. Main -----------------------------------------------------------------------------------------------
 
 
@@ -1225,11 +1343,6 @@ def main(args: Args) -> dict:
     prompt_stream, token_stream, shuffle_stream, _ = streams(args.seed)  # [D10]
     generator, shuffle = own_generator(token_stream, rank, device), own_generator(shuffle_stream, 0, device)
     torch.manual_seed(args.seed)  # initial weights
-    if args.track:
-        try:
-            import wandb
-        except ImportError as error:
-            raise UsageError("--track needs: pip install wandb") from error
     rng = np.random.default_rng(prompt_stream)
     functions = load_rewards(args.reward)
     rows, held_out = load_task(args, rng)
@@ -1254,22 +1367,20 @@ def main(args: Args) -> dict:
         generator.set_state(state["tokens"][rank].clone())  # a view would crash it
         shuffle.set_state(state["shuffle"])
         for name in ("metrics.jsonl", "completions.jsonl") if rank == 0 else ():
-            lines = (folder / name).read_text().splitlines(keepends=True)
-            whole = [line for line in lines if line.endswith("\n")]
-            (folder / name).write_text("".join(x for x in whole if json.loads(x)["step"] <= first))
+            cut_log(folder / name, first)
     if size > 1:
         with reference() if reference is not None else contextlib.nullcontext(model) as frozen:
             for parameter in itertools.chain(model.parameters(), frozen.parameters()):
                 dist.broadcast(parameter.data, 0)
     check_weights(model.parameters())
     if args.track and rank == 0:
-        settings = dict(name=folder.name, id=folder.name, resume="allow", config=vars(args))
-        run = wandb.init(project=args.wandb_project_name, **settings)
+        run = start_tracking(args, folder)
     if args.preset:
         print(f"--preset {args.preset} sets: {PRESETS[args.preset]}")
     count = sum(p.numel() for p in trained.values())
     print(f"{args.task_name} on {device}, {count:,} trained parameters, writing {folder}")
-    sampler = model if args.dtype == "float32" else bfloat16_copy(model)
+    sampler = new_sampler(model, args.model, rows + held_out, args)
+    refresh(sampler, model)
 
     def look(step: int) -> dict:
         """Evaluate, keep the completions, show some."""
@@ -1304,8 +1415,7 @@ def main(args: Args) -> dict:
                 scored = time.perf_counter()
                 losses = update_policy(model, optimizer, batch, shuffle, args, rank)
                 ended = time.perf_counter()
-                if sampler is not model:
-                    bfloat16_copy(model, sampler)
+                refresh(sampler, model)
 
                 metrics = (
                     losses
@@ -1342,16 +1452,9 @@ def main(args: Args) -> dict:
                     collect(None)  # nobody leaves before it is written: torchrun ends all when one has left
                 if signals and not final:
                     bar.close()
-                    launch = f"torchrun --nproc-per-node {size}" if size > 1 else "python"
-                    print(f"stopped at step {step:,}; continue with: {launch} {SCRIPT}.py --resume {folder}")
-                    raise SystemExit(128 + signals[0])
+                    leave(signals[0], step, size, folder)
         except (FloatingPointError, UsageError, RuntimeError) as error:
-            if isinstance(error, RuntimeError) and not dist.is_initialized():
-                raise
-            good = folder / "checkpoint.pt"
-            kept = f"{good}, step {load_checkpoint(good)['step']:,}" if good.exists() else "none yet"
-            text = f"stopped at step {step:,}: {error}; last good checkpoint: {kept}"
-            raise (ConnectionError if isinstance(error, RuntimeError) else type(error))(text) from error
+            name_last_checkpoint(error, step, folder)
     if run:
         run.finish()
     if rank == 0:

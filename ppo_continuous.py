@@ -29,11 +29,11 @@ Differs from CleanRL's ppo_continuous_action.py in:
 [D11] The policy starts with a standard deviation of exp(-1), not 1 (README: the initial standard deviation).
 """
 
-import atexit
 import collections
 import contextlib
 import dataclasses
 import hashlib
+import importlib.util
 import itertools
 import json
 import math
@@ -42,6 +42,7 @@ import platform
 import signal
 import sys
 import time
+import weakref
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -162,6 +163,8 @@ class Args:
             raise UsageError(f"--video {self.video} must end in .gif or .mp4")
         if self.run_name is not None and Path(self.run_name).name != self.run_name:
             raise UsageError(f"--run-name {self.run_name} must be the name of a folder under runs/")
+        if self.track and importlib.util.find_spec("wandb") is None:
+            raise UsageError("--track needs: pip install wandb")
         if self.run_name is not None and self.resume is not None:
             raise UsageError(f"--run-name {self.run_name} contradicts --resume {self.resume}")
 
@@ -613,7 +616,7 @@ def update(flat, moments, lr, agent, gradient, batch, generator, args):
         else:
             grad, stat = gradient(agent, b, mb, *settings)
         norm = torch.linalg.vector_norm(grad)
-        stats.append(stat)
+        stats.append(stat.clone())  # a CUDA graph would write the next ones over it
         norms.append(norm)
         if args.target_kl is not None and stat[STATS.index("approx_kl")] > args.target_kl:
             break  # ends the update: one loop holds all epochs [D7]
@@ -636,7 +639,8 @@ def join_processes(device: torch.device) -> tuple[int, int]:
     if not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(hours=2))  # others wait while the first evaluates
-        atexit.register(dist.destroy_process_group)
+        # an exit hook that runs after that of vLLM, which may have done the same
+        weakref.finalize(dist, lambda: dist.is_initialized() and dist.destroy_process_group())
     if dist.get_rank():
         sys.stdout = open(os.devnull, "w")
     return dist.get_rank(), dist.get_world_size()
@@ -753,6 +757,37 @@ def write_metrics(path: Path, step: int, metrics: dict) -> None:
         file.write(json.dumps({"step": step, **finite}) + "\n")
 
 
+def cut_log(path: Path, step: int) -> None:
+    """Drop the lines of a resumed run that are later than its checkpoint, or half written."""
+    lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    path.write_text("".join(line for line in lines if json.loads(line)["step"] <= step))
+
+
+def start_tracking(args: Args, folder: Path):
+    """The run in Weights & Biases; a resumed run goes on there."""
+    import wandb
+
+    settings = dict(name=folder.name, id=folder.name, resume="allow", config=vars(args))
+    return wandb.init(project=args.wandb_project_name, **settings)
+
+
+def leave(signum: int, step: int, size: int, folder: Path) -> None:
+    """End as the signal asks, after a word on how to go on."""
+    launch = f"torchrun --nproc-per-node {size}" if size > 1 else "python"
+    print(f"stopped at step {step:,}; continue with: {launch} {SCRIPT}.py --resume {folder}")
+    raise SystemExit(128 + signum)
+
+
+def name_last_checkpoint(error: Exception, step: int, folder: Path) -> None:
+    """Raise `error` again with its step and what is left; another process's end is a ConnectionError."""
+    if isinstance(error, RuntimeError) and not dist.is_initialized():
+        raise error
+    good = folder / "checkpoint.pt"
+    kept = f"{good}, step {load_checkpoint(good)['step']:,}" if good.exists() else "none yet"
+    text = f"stopped at step {step:,}: {error}; last good checkpoint: {kept}"
+    raise (ConnectionError if isinstance(error, RuntimeError) else type(error))(text) from error
+
+
 # ---- 8. Main -----------------------------------------------------------------------------------------------
 
 
@@ -830,21 +865,12 @@ def main(args: Args) -> dict:
         generator.set_state(state["shuffle"])
         recent.extend(state["recent"])
         if rank == 0:
-            lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
-            (folder / "metrics.jsonl").write_text("".join(lines[:first]))  # one line an iteration
+            cut_log(folder / "metrics.jsonl", state["step"])
     if size > 1:
         dist.broadcast(flat, 0)
     check_weights([flat])
     if args.track and rank == 0:
-        import wandb
-
-        run = wandb.init(
-            project=args.wandb_project_name,
-            name=folder.name,
-            id=folder.name,
-            resume="allow",
-            config=vars(args),
-        )
+        run = start_tracking(args, folder)
     total = args.num_iterations * args.batch_size
     if total != args.total_timesteps:
         print(f"--total-timesteps {args.total_timesteps:,} rounded up to {total:,}, whole iterations")
@@ -898,16 +924,9 @@ def main(args: Args) -> dict:
                     collect(None)  # nobody leaves before it is written: torchrun ends all when one has left
                 if signals and not final:
                     bar.close()
-                    launch = f"torchrun --nproc-per-node {size}" if size > 1 else "python"
-                    print(f"stopped at step {step:,}; continue with: {launch} {SCRIPT}.py --resume {folder}")
-                    raise SystemExit(128 + signals[0])
+                    leave(signals[0], step, size, folder)
         except (FloatingPointError, RuntimeError) as error:
-            if isinstance(error, RuntimeError) and not dist.is_initialized():
-                raise
-            good = folder / "checkpoint.pt"
-            kept = f"{good}, step {load_checkpoint(good)['step']:,}" if good.exists() else "none yet"
-            text = f"stopped at step {step:,}: {error}; last good checkpoint: {kept}"
-            raise (ConnectionError if isinstance(error, RuntimeError) else type(error))(text) from error
+            name_last_checkpoint(error, step, folder)
     if run:
         run.finish()
     shown = [name for name in ("charts/episodic_return_100", "eval/episodic_return") if name in metrics]

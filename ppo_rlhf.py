@@ -39,11 +39,11 @@ Differs from TRL's last PPOTrainer and from summarize_from_feedback_details in:
 """
 
 import argparse
-import atexit
 import collections
 import contextlib
 import copy
 import dataclasses
+import functools
 import hashlib
 import importlib.util
 import itertools
@@ -55,6 +55,7 @@ import re
 import signal
 import sys
 import time
+import weakref
 import zlib
 from dataclasses import dataclass
 from datetime import timedelta
@@ -131,6 +132,8 @@ class Args:
     """lambda of generalised advantage estimation"""
     clip_coef: float = 0.2
     """epsilon of the clipped surrogate"""
+    importance_cap: float = 2.0
+    """largest weight that corrects the sampler's error (trainer over sampler probability of a token)"""
     value_clip: float | None = 0.2
     """clip the value loss around the batch's values; None: off"""
     vf_coef: float = 0.1
@@ -155,6 +158,10 @@ class Args:
     """train low-rank adapters on all linear layers of the policy (needs peft); 0: all weights"""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """bfloat16: autocast over float32 weights, sampling from a bfloat16 copy"""
+    rollout: Literal["torch", "vllm"] = "torch"
+    """what samples responses: the loop in this file, or vLLM (pip install vllm) with weights of --dtype"""
+    vllm_memory: float = 0.3
+    """share of the device's memory that vLLM takes, its weights included"""
     gradient_checkpointing: bool = False
     """recompute activations in the backward pass: less memory, more time"""
     batch_tokens: int = 8192
@@ -191,12 +198,13 @@ class Args:
                 rule, holds = "must be at least 1", value >= 1
             elif name == "seed":
                 rule, holds = "must lie in [0, 2**63)", 0 <= value < 2**63
-            elif name in ("gamma", "gae_lambda"):
+            elif name in ("gamma", "gae_lambda", "vllm_memory"):
                 rule, holds = "must lie in [0, 1]", 0 <= value <= 1
             elif name == "normalize_scores":
                 rule, holds = "must be 0 or at least 2", value == 0 or value >= 2
             elif name.endswith("_rate") or name in (
-                "temperature", "clip_coef", "value_clip", "max_grad_norm", "target_kl", "kl_target"
+                "temperature", "clip_coef", "value_clip", "max_grad_norm", "target_kl", "kl_target",
+                "importance_cap",
             ):  # fmt: skip
                 rule, holds = "must be positive and finite", 0 < value < math.inf
             if not holds:
@@ -223,6 +231,14 @@ class Args:
             )
         if self.run_name is not None and Path(self.run_name).name != self.run_name:
             raise UsageError(f"--run-name {self.run_name} must be the name of a folder under runs/")
+        if self.rollout == "vllm" and self.policy is None:
+            raise UsageError("--rollout vllm needs --policy")
+        if self.rollout == "vllm" and self.lora_rank:
+            raise UsageError(f"--rollout vllm takes whole weights, not those of --lora-rank {self.lora_rank}")
+        if self.rollout == "vllm" and importlib.util.find_spec("vllm") is None:
+            raise UsageError("--rollout vllm needs: pip install vllm")
+        if self.track and importlib.util.find_spec("wandb") is None:
+            raise UsageError("--track needs: pip install wandb")
         if self.run_name is not None and self.resume is not None:
             raise UsageError(f"--run-name {self.run_name} contradicts --resume {self.resume}")
 
@@ -847,6 +863,75 @@ def encode_rows(rows, tokenizer, model, args) -> list[dict]:
 # ---- 5. Rollout --------------------------------------------------------------------------------------------
 
 
+class Engine:
+    """vLLM in this process, an engine a device, as the sampler (--rollout vllm).
+
+    It starts with random weights and is given all of ours, so that the check of the first batch sees any that
+    did not arrive.
+    """
+
+    def __init__(self, name, longest, args):
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = (
+            "0"  # in this process: weights are handed over as they are
+        )
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        import vllm
+
+        where = {"distributed_executor_backend": "external_launcher"} if dist.is_initialized() else {}
+        self.llm = vllm.LLM(
+            model=name, load_format="dummy", skip_tokenizer_init=True, dtype=args.dtype, seed=args.seed,
+            max_model_len=longest, gpu_memory_utilization=args.vllm_memory,
+            logprobs_mode="processed_logprobs",  # after the temperature: of what was drawn from
+            generation_config="vllm", **where,  # not the checkpoint's, with its top-k and penalties
+        )  # fmt: skip
+        self.settings = functools.partial(vllm.SamplingParams, logprobs=0, detokenize=False)
+
+    def load(self, model):
+        """Take the model's weights as they are now, and forget what was computed with others."""
+        weights = ((name, parameter.detach()) for name, parameter in model.named_parameters())
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+        if not self.llm.reset_prefix_cache():
+            raise RuntimeError("vLLM kept what it computed with older weights")
+
+    def generate(self, prompts, copies, max_new_tokens, temperature, eos_ids, generator):
+        """As `generate` below; in place of an entropy -log p of the token, which has the same mean."""
+        device, stops = generator.device, list(eos_ids)
+        settings = dict(n=copies, temperature=temperature, max_tokens=max_new_tokens, stop_token_ids=stops)
+        seeds = torch.randint(2**62, (len(prompts),), generator=generator, device=device).tolist()
+        requests = self.llm.generate(
+            [{"prompt_token_ids": prompt} for prompt in prompts],
+            [self.settings(seed=seed, **settings) for seed in seeds],
+            use_tqdm=False,
+        )
+        answers = [answer for request in requests for answer in request.outputs]
+        tokens = torch.full((len(answers), max_new_tokens), stops[0])
+        logps = torch.zeros(tokens.shape)
+        for i, answer in enumerate(answers):
+            ids, length = list(answer.token_ids), len(answer.token_ids)
+            if length < max_new_tokens and (not ids or ids[-1] not in stops):
+                raise RuntimeError(f"vLLM broke a response off after {length} tokens: {answer.finish_reason}")
+            tokens[i, :length] = torch.tensor(ids)
+            logps[i, :length] = torch.tensor([every[t].logprob for t, every in zip(ids, answer.logprobs)])
+        if logps.isnan().any():
+            raise FloatingPointError("the model's logits are not numbers")
+        return tokens.to(device), logps.to(device), -logps.to(device)
+
+
+def new_sampler(model, name, rows, args):
+    """What responses are sampled from: the model itself, its bfloat16 copy, or vLLM (--rollout)."""
+    if args.rollout == "vllm":
+        return Engine(name, max(len(row["ids"]) for row in rows) + args.max_new_tokens, args)
+    return model if args.dtype == "float32" else bfloat16_copy(model)
+
+
+def refresh(sampler, model) -> None:
+    """Give the sampler the model's weights."""
+    if isinstance(sampler, Engine):
+        sampler.load(model)
+    elif sampler is not model:
+        bfloat16_copy(model, sampler)
+
+
 @torch.no_grad()
 def generate(model, prompts, copies, max_new_tokens, temperature, eos_ids, generator):
     """Sample `copies` responses to each prompt (temperature 0: the likeliest tokens).
@@ -855,6 +940,8 @@ def generate(model, prompts, copies, max_new_tokens, temperature, eos_ids, gener
     entropies of the distributions that they were drawn from; B = prompts x copies,
     the copies of a prompt side by side.
     """
+    if isinstance(model, Engine):
+        return model.generate(prompts, copies, max_new_tokens, temperature, eos_ids, generator)
     device, size, width = generator.device, len(prompts) * copies, max(map(len, prompts))
     ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=device)  # left-padded
     lengths = torch.tensor([len(p) for p in prompts], device=device)
@@ -1124,11 +1211,14 @@ def update_models(policy, critic, optimizer, batch, generator, args, rank=0, siz
         part = collections.Counter()
         for rows in micro_batches(batch, mine.tolist(), args):
             chosen = [i for row in rows for i in row]
-            mask, old, adv, ret, old_values = (
-                batch[name][chosen] for name in ("mask", "logps", "advantages", "returns", "values")
+            mask, sampled, old, adv, ret, old_values = (
+                batch[name][chosen]
+                for name in ("mask", "sampled", "logps", "advantages", "returns", "values")
             )
             logp = score(policy, batch, rows, args)
-            pg_loss = masked_mean(policy_loss(logp, old, adv, args.clip_coef, args.clip_coef), mask, count)
+            weight = torch.exp(old - sampled).clamp(max=args.importance_cap)
+            pg_loss = weight * policy_loss(logp, old, adv, args.clip_coef, args.clip_coef)
+            pg_loss = masked_mean(pg_loss, mask, count)
             pg_loss.backward()
             values = values_of(critic, batch, rows, args)
             v_loss = masked_mean(value_loss(values, old_values, ret, args.value_clip), mask, count)
@@ -1143,7 +1233,7 @@ def update_models(policy, critic, optimizer, batch, generator, args, rank=0, siz
         if args.target_kl is not None and part["approx_kl"] > args.target_kl:
             break  # ends the update: one loop holds all epochs
         # Here the gradient of the step is complete: the one place to sum it over processes.
-        if dist.is_initialized():
+        if dist.is_initialized() and dist.get_world_size() > 1:  # vLLM has a group of one
             sum_gradients([*policy.parameters(), *critic.parameters()])
         steps += 1
         sums.update(part)
@@ -1166,9 +1256,11 @@ def update_models(policy, critic, optimizer, batch, generator, args, rank=0, siz
 def check_first_batch(batch, metrics, args) -> None:
     """What must hold before the first update, in any changed copy too. [D11]"""
     error = (batch["logps"] - batch["sampled"])[batch["mask"]].abs()
-    if error.mean() > 0.3 or args.dtype == "float32" and error.max() > 1e-3:  # bfloat16 rounds logits to 0.1
+    exact = args.dtype == "float32" and args.rollout == "torch"  # bfloat16 rounds logits to 0.1
+    if error.mean() > 0.3 or exact and error.max() > 1e-3:
+        hint = "; vLLM has not taken all weights" if args.rollout == "vllm" else ""
         raise UsageError(
-            f"self-check: log-probabilities as sampled and as scored differ by up to {error.max():.2g}"
+            f"self-check: log-probabilities as sampled and as scored differ by up to {error.max():.2g}{hint}"
         )
     distance = (batch["logps"] - batch["ref_logps"]).abs().max()
     if distance > 1e-4:
@@ -1189,7 +1281,8 @@ def join_processes(device: torch.device) -> tuple[int, int]:
     if not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(hours=2))  # others wait while the first evaluates
-        atexit.register(dist.destroy_process_group)
+        # an exit hook that runs after that of vLLM, which may have done the same
+        weakref.finalize(dist, lambda: dist.is_initialized() and dist.destroy_process_group())
     if dist.get_rank():
         sys.stdout = open(os.devnull, "w")
     return dist.get_rank(), dist.get_world_size()
@@ -1297,6 +1390,37 @@ def write_metrics(path: Path, step: int, metrics: dict) -> None:
     finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
     with open(path, "a") as file:
         file.write(json.dumps({"step": step, **finite}) + "\n")
+
+
+def cut_log(path: Path, step: int) -> None:
+    """Drop the lines of a resumed run that are later than its checkpoint, or half written."""
+    lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    path.write_text("".join(line for line in lines if json.loads(line)["step"] <= step))
+
+
+def start_tracking(args: Args, folder: Path):
+    """The run in Weights & Biases; a resumed run goes on there."""
+    import wandb
+
+    settings = dict(name=folder.name, id=folder.name, resume="allow", config=vars(args))
+    return wandb.init(project=args.wandb_project_name, **settings)
+
+
+def leave(signum: int, step: int, size: int, folder: Path) -> None:
+    """End as the signal asks, after a word on how to go on."""
+    launch = f"torchrun --nproc-per-node {size}" if size > 1 else "python"
+    print(f"stopped at step {step:,}; continue with: {launch} {SCRIPT}.py --resume {folder}")
+    raise SystemExit(128 + signum)
+
+
+def name_last_checkpoint(error: Exception, step: int, folder: Path) -> None:
+    """Raise `error` again with its step and what is left; another process's end is a ConnectionError."""
+    if isinstance(error, RuntimeError) and not dist.is_initialized():
+        raise error
+    good = folder / "checkpoint.pt"
+    kept = f"{good}, step {load_checkpoint(good)['step']:,}" if good.exists() else "none yet"
+    text = f"stopped at step {step:,}: {error}; last good checkpoint: {kept}"
+    raise (ConnectionError if isinstance(error, RuntimeError) else type(error))(text) from error
 
 
 # ---- 8. Main -----------------------------------------------------------------------------------------------
@@ -1411,11 +1535,6 @@ def main(args: Args) -> dict:
     prompt_stream, token_stream, shuffle_stream, _ = streams(args.seed)  # [D10]
     generator, shuffle = own_generator(token_stream, rank, device), own_generator(shuffle_stream, 0, device)
     torch.manual_seed(args.seed)  # initial weights
-    if args.track:
-        try:
-            import wandb
-        except ImportError as error:
-            raise UsageError("--track needs: pip install wandb") from error
     rng = np.random.default_rng(prompt_stream)
     rows, held_out = prompts_of(args, rng)
     folder, tokenizer, policy, eos_ids, rows, held_out, functions, classifier, reward_metrics = stages(
@@ -1436,9 +1555,21 @@ def main(args: Args) -> dict:
     ]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.99), eps=1e-5, weight_decay=0.0, fused=True)
     controller = KLController(args.kl_coef, args.kl_target, args.kl_horizon)
-    sampler = policy if args.dtype == "float32" else bfloat16_copy(policy)
     first, drawn, norm, metrics, run = 0, 0, {"mean": 0.0, "std": 1.0}, {}, None
 
+    if state is not None:
+        first, drawn, norm, controller.coef = (state[name] for name in ("step", "drawn", "norm", "kl_coef"))
+        if {n: p.shape for n, p in state["models"].items()} != {n: p.shape for n, p in trained.items()}:
+            raise UsageError("the checkpoint does not fit: the models have other parameters")
+        for name, parameter in trained.items():
+            parameter.data.copy_(state["models"][name])
+        optimizer.load_state_dict(state["optimizer"])
+        generator.set_state(state["tokens"][rank].clone())  # torch crashes on a view
+        shuffle.set_state(state["shuffle"])
+        for name in ("metrics.jsonl", "completions.jsonl") if rank == 0 else ():
+            cut_log(folder / name, first)
+    sampler = new_sampler(policy, args.policy, rows + held_out, args)
+    refresh(sampler, policy)
     if state is None and args.normalize_scores:
         chosen = prompt_indices(0, args.normalize_scores, len(rows), args.seed + 1)
         chosen = [rows[i] for i in chosen[share_of(args.normalize_scores, rank, size)]]
@@ -1446,25 +1577,9 @@ def main(args: Args) -> dict:
             sampler, tokenizer, chosen, 1, args.temperature, eos_ids, functions, generator, args
         )
         norm = normalisation(whole_batch(sample)["rewards"])
-    elif state is not None:
-        first, drawn, norm, controller.coef = (state[name] for name in ("step", "drawn", "norm", "kl_coef"))
-        if {n: p.shape for n, p in state["models"].items()} != {n: p.shape for n, p in trained.items()}:
-            raise UsageError("the checkpoint does not fit: the models have other parameters")
-        for name, parameter in trained.items():
-            parameter.data.copy_(state["models"][name])
-        if sampler is not policy:
-            bfloat16_copy(policy, sampler)
-        optimizer.load_state_dict(state["optimizer"])
-        generator.set_state(state["tokens"][rank].clone())  # torch crashes on a view
-        shuffle.set_state(state["shuffle"])
-        for name in ("metrics.jsonl", "completions.jsonl") if rank == 0 else ():
-            lines = (folder / name).read_text().splitlines(keepends=True)
-            whole = [line for line in lines if line.endswith("\n")]
-            (folder / name).write_text("".join(x for x in whole if json.loads(x)["step"] <= first))
     check_weights(trained.values())
     if args.track and rank == 0:
-        settings = dict(name=folder.name, id=folder.name, resume="allow", config=vars(args))
-        run = wandb.init(project=args.wandb_project_name, **settings)
+        run = start_tracking(args, folder)
     count = sum(p.numel() for p in trained.values())
     print(f"{args.task_name} on {device}, {count:,} trained parameters, writing {folder}")
     if reward_metrics:
@@ -1508,8 +1623,7 @@ def main(args: Args) -> dict:
                 sampled = time.perf_counter()
                 losses = update_models(policy, critic, optimizer, batch, shuffle, args, rank, size)
                 ended = time.perf_counter()
-                if sampler is not policy:
-                    bfloat16_copy(policy, sampler)
+                refresh(sampler, policy)
 
                 metrics = losses | charts | {"charts/learning_rate": args.learning_rate * factor}
                 metrics |= {
@@ -1540,16 +1654,9 @@ def main(args: Args) -> dict:
                     collect(None)  # nobody leaves before it is written: torchrun ends all when one has left
                 if signals and not final:
                     bar.close()
-                    launch = f"torchrun --nproc-per-node {size}" if size > 1 else "python"
-                    print(f"stopped at step {step:,}; continue with: {launch} {SCRIPT}.py --resume {folder}")
-                    raise SystemExit(128 + signals[0])
+                    leave(signals[0], step, size, folder)
         except (FloatingPointError, UsageError, RuntimeError) as error:
-            if isinstance(error, RuntimeError) and not dist.is_initialized():
-                raise
-            good = folder / "checkpoint.pt"
-            kept = f"{good}, step {load_checkpoint(good)['step']:,}" if good.exists() else "none yet"
-            text = f"stopped at step {step:,}: {error}; last good checkpoint: {kept}"
-            raise (ConnectionError if isinstance(error, RuntimeError) else type(error))(text) from error
+            name_last_checkpoint(error, step, folder)
     if run:
         run.finish()
     if rank == 0:

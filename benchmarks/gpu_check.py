@@ -3,13 +3,17 @@
     bash benchmarks/gpu_check.sh                    # 8 minutes at most, no network; results/gpu/<device>.json
     DEVICE=cpu bash benchmarks/gpu_check.sh         # the same on a CPU, to try the check itself
 
-A variant that fails is a result too: its error stands in the file. A CleanRL checkout (--cleanrl, with the
-python of its own environment) is timed beside ppo_atari.py and ppo_continuous.py.
+A variant that fails is a result too: its error stands in the file. Checkouts of CleanRL and LeanRL
+(--cleanrl, --leanrl, each with the python of its own environment) are timed beside ppo_atari.py and
+ppo_continuous.py; vLLM beside the language scripts' own sampling, where it is installed.
 """
 
 import argparse
+import importlib.util
+import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -28,17 +32,21 @@ PEAK = (
     "runpy.run_path(sys.argv[0], run_name='__main__')"
 )
 QUIET = ["--eval-episodes", "0"]
-VARIANTS = {  # script: flags of every run, flags of one update, {variant: flags}
+GRAPHS = "TORCHINDUCTOR_CUDAGRAPHS=1"  # torch's own switch: compiled functions are replayed as CUDA graphs
+VARIANTS = {  # script: flags of every run, flags of one update, {variant: flags and environment}
     "ppo_continuous": (
         ["--total-timesteps", "40960", *QUIET],
         ["--total-timesteps", "2048", "--num-minibatches", "1", "--update-epochs", "1", *QUIET],
-        {"compiled": [], "eager": ["--no-compile"]},
+        {"compiled": [], "CUDA graphs": [GRAPHS], "eager": ["--no-compile"]},
     ),
     "ppo_atari": (
         ["--total-timesteps", "20480", *QUIET],
         ["--total-timesteps", "1024", "--num-minibatches", "1", "--update-epochs", "1", *QUIET],
-        {"fp32 compiled": [], "fp32 eager": ["--no-compile"], "bf16 compiled": ["--bf16"],
-         "bf16 eager": ["--bf16", "--no-compile"]},
+        {
+            "fp32 compiled": [], "fp32 CUDA graphs": [GRAPHS], "fp32 eager": ["--no-compile"],
+            "bf16 compiled": ["--bf16"], "bf16 CUDA graphs": ["--bf16", GRAPHS],
+            "bf16 eager": ["--bf16", "--no-compile"],
+        },
     ),
     "grpo_rlhf": (
         ["--total-steps", "20", "--num-eval", "32", "--eval-samples", "0"], None,
@@ -49,15 +57,38 @@ VARIANTS = {  # script: flags of every run, flags of one update, {variant: flags
         {"float32": [], "bfloat16": ["--dtype", "bfloat16"]},
     ),
 }  # fmt: skip
+# vLLM wants a model in a folder: the one that the float32 run leaves, with prompts of the same kind.
+ENGINE = {
+    "grpo_rlhf": (
+        "--model runs/grpo_rlhf-float32/model --dataset sort.jsonl --num-prompts 32 --num-minibatches 4 "
+        "--max-new-tokens 8"
+    ).split(),
+    "ppo_rlhf": (
+        "--policy runs/ppo_rlhf-float32/model --prompts world.jsonl --reward short.py:short --temperature 1 "
+        "--max-new-tokens 20 --update-epochs 2 --num-minibatches 4"
+    ).split(),
+}
+PEERS = {  # name: folder in its checkout, {script: file, flags}
+    "CleanRL": ("cleanrl", {"ppo_atari": ["ppo_atari.py"], "ppo_continuous": ["ppo_continuous_action.py"]}),
+    "LeanRL": ("leanrl", {
+        "ppo_atari": ["ppo_atari_envpool_torchcompile.py", "--compile", "--cudagraphs"],
+        "ppo_continuous": ["ppo_continuous_action_torchcompile.py", "--compile", "--cudagraphs"],
+    }),
+}  # fmt: skip
+WITH_ALE = (
+    "import ale_py, runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+)
 
 
 def run(script: str, flags: list[str], device: str, name: str, scratch: str, left: float) -> dict:
     """One run: seconds, peak memory of the device, rows of its metrics; or its error."""
+    settings = dict(flag.split("=") for flag in flags if re.fullmatch(r"[A-Z_]+=\w+", flag))
+    flags = [flag for flag in flags if flag.partition("=")[0] not in settings]
     command = [sys.executable, "-c", PEAK, str(HERE.parent / f"{script}.py"), *flags]
     command += ["--device", device, "--run-name", name]
     start = time.perf_counter()
     try:
-        env = os.environ | {"TQDM_MININTERVAL": "30"}
+        env = os.environ | {"TQDM_MININTERVAL": "30"} | settings
         done = subprocess.run(command, cwd=scratch, env=env, capture_output=True, text=True, timeout=left)
     except subprocess.TimeoutExpired:
         return {"error": "no time left"}
@@ -85,8 +116,9 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--scripts", nargs="+", default=list(VARIANTS))
-    parser.add_argument("--cleanrl", type=Path, help="checkout of CleanRL")
-    parser.add_argument("--cleanrl-python", help="python of an environment with gymnasium 0.29.1")
+    for peer in PEERS:
+        parser.add_argument(f"--{peer.lower()}", type=Path, help=f"checkout of {peer}")
+        parser.add_argument(f"--{peer.lower()}-python", help="python of an environment with its requirements")
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
         sys.exit("gpu_check.py: there is no CUDA device")
@@ -94,6 +126,8 @@ def main():
     end = time.perf_counter() + BUDGET
     result = {"device": name, "torch": torch.__version__, "cores": os.cpu_count(), "scripts": {}}
     with tempfile.TemporaryDirectory() as scratch:
+        for file, text in files().items():
+            (Path(scratch) / file).write_text(text)
         for script in args.scripts:
             flags, one_update, variants = VARIANTS[script]
             found = result["scripts"][script] = {}
@@ -106,37 +140,55 @@ def main():
                 found["first update"] = errors or {
                     key: [p["rows"][0][f"losses/{key}"] for p in pair] for key in AGREE
                 }
+            if script in ENGINE and importlib.util.find_spec("vllm"):
+                vllm = [*ENGINE[script], "--rollout", "vllm"]
+                variants |= {"vLLM": vllm, "vLLM bfloat16": [*vllm, "--dtype", "bfloat16"]}
             for variant, extra in variants.items():
                 place = f"{script}-{variant.replace(' ', '-')}"
                 part = run(script, [*flags, *extra], args.device, place, scratch, end - time.perf_counter())
                 rows = part.pop("rows", None)
                 found[variant] = part | (steady(rows) if rows else {})
                 print(script, variant, found[variant], flush=True)
-            if script.endswith(("atari", "continuous")) and args.cleanrl and args.cleanrl_python:
-                found["CleanRL"] = cleanrl(args, script, flags[1], scratch, end - time.perf_counter())
-                print(script, "CleanRL", found["CleanRL"], flush=True)
+            for peer in PEERS if one_update is not None else ():
+                checkout, python = (getattr(args, peer.lower() + kind) for kind in ("", "_python"))
+                if checkout and python:
+                    left = end - time.perf_counter()
+                    found[peer] = beside(peer, checkout, python, script, flags[1], args.device, scratch, left)
+                    print(script, peer, found[peer], flush=True)
     path = HERE / "results" / "gpu" / f"{name.replace(' ', '-')}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n")
     print(f"written to {path.relative_to(HERE.parent)}")
 
 
-def cleanrl(args, script: str, steps: str, scratch: str, left: float) -> dict:
-    """CleanRL's script, unmodified, on the same device: the speed that it prints last."""
-    file = {"ppo_atari": "ppo_atari.py", "ppo_continuous": "ppo_continuous_action.py"}[script]
-    start = (
-        "import ale_py, runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
-    )
-    command = [args.cleanrl_python, *(["-c", start] if script == "ppo_atari" else [])]
-    command += [str(args.cleanrl.resolve() / "cleanrl" / file), "--total-timesteps", steps]
-    command += ["--cuda" if args.device == "cuda" else "--no-cuda"]
-    env = os.environ | {"PYTHONPATH": str(args.cleanrl.resolve())}
+def files() -> dict[str, str]:
+    """What the runs with vLLM read: prompts of the two built-in tasks, and a reward."""
+    numbers = [f"{i * 7919 % 10**6:06d}" for i in range(1, 1500)]
+    rows = [{"prompt": number + "=", "answer": "".join(sorted(number))} for number in numbers]
+    words = ("old young tall small quiet", "farmer king child dog baker sailor", "sees meets follows calls")
+    words = itertools.product(*(kind.split() for kind in words))
+    starts = [{"prompt": f" the {adjective} {noun} {verb} the"} for adjective, noun, verb in words]
+    return {
+        "sort.jsonl": "".join(json.dumps(row) + "\n" for row in rows),
+        "world.jsonl": "".join(json.dumps(row) + "\n" for row in starts),
+        "short.py": "def short(prompts, completions, rows): return [-float(len(c)) for c in completions]\n",
+    }
+
+
+def beside(peer, checkout, python, script, steps, device, scratch, left) -> dict:
+    """A peer's script, unmodified, on the same device: the speed that it prints last."""
+    folder, scripts = PEERS[peer]
+    file, *flags = scripts[script]
+    command = [python, *(["-c", WITH_ALE] if script == "ppo_atari" and peer == "CleanRL" else [])]
+    command += [str(checkout.resolve() / folder / file), "--total-timesteps", steps, *flags]
+    command += ["--cuda" if device == "cuda" else "--no-cuda"]
+    env = os.environ | {"PYTHONPATH": str(checkout.resolve()), "WANDB_MODE": "disabled"}
     try:
         done = subprocess.run(command, cwd=scratch, env=env, capture_output=True, text=True, timeout=left)
     except subprocess.TimeoutExpired:
         return {"error": "no time left"}
-    speeds = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("SPS:")]
-    return {"steps_per_second": int(speeds[-1])} if speeds else {"error": done.stderr.strip()[-300:]}
+    speeds = re.findall(r"(?:SPS|speed): *([0-9.]+)", done.stdout + done.stderr)
+    return {"steps_per_second": round(float(speeds[-1]))} if speeds else {"error": done.stderr.strip()[-300:]}
 
 
 if __name__ == "__main__":

@@ -168,10 +168,30 @@ def speed_table(results: Path, script: str) -> str:
     return markdown(header, rows) + notes
 
 
+def engine_table(results: Path) -> str:
+    path = results / "engine.json"
+    runs = json.loads(path.read_text())["runs"] if path.exists() else []
+    rows = [[r["dtype"], r["rollout"], f"{r['mismatch']:.2g}", f"{r['rollout_seconds']:.1f}"] for r in runs]
+    return markdown(
+        ["weights", "--rollout", "sampler and trainer apart, nats a token", "sampling, s a step"], rows
+    )
+
+
+def scaling_table(results: Path) -> str:
+    path, rows = results / "scaling.json", []
+    for r in json.loads(path.read_text()) if path.exists() else []:
+        steps, sampled, learnt = (
+            r.get(f"{kind}_per_second") for kind in ("steps", "rollout_tokens", "update_tokens")
+        )
+        speed = f"{steps} steps/s" if steps else f"sampling {sampled}, learning {learnt} tokens/s"
+        rows.append([f"`{r['script']}.py`", r["setting"], speed])
+    return markdown(["script", "setting", "speed"], rows)
+
+
 TABLES = {
     name: lambda results, name=name: score_table(score_rows(results, *GROUPS[name], name == "main"))
     for name in ("main", "peer", "time_limit", "atari")
-} | {"log_std": log_std_table, **language.TABLES}
+} | {"log_std": log_std_table, "engine": engine_table, "scaling": scaling_table, **language.TABLES}
 TABLES |= {
     name: lambda results, script=script: speed_table(results, script)
     for name, script in (("speed", OURS), ("atari_speed", "ppo_atari"))

@@ -113,7 +113,7 @@ RULES = [  # flags, wrong values, what is said
      (0, -5), "must be at least 1"),
     ("group_size", (1, 0), "must be at least 2: a group of one has no baseline"),
     ("temperature learning_rate max_grad_norm importance_cap cispo_max", (0.0, -1.0, INF, NAN), "must be positive and finite"),
-    ("clip_low overlong_buffer", (-0.1, 2.0, INF, NAN), "must lie in [0, 1]"),
+    ("clip_low overlong_buffer vllm_memory", (-0.1, 2.0, INF, NAN), "must lie in [0, 1]"),
     ("clip_high kl_coef", (-0.1, INF, NAN), "must not be negative"),
     ("lora_rank row_tokens eval_every eval_samples warmup_steps", (-1,), "must not be negative"),
     ("seed", (-1, 2**63), "must lie in [0, 2**63)"),

@@ -125,9 +125,10 @@ def refused(script, train, tmp_path):
 RULES = [  # flags, wrong values, what is said
     ("num_eval num_pairs total_steps num_prompts max_new_tokens kl_horizon update_epochs num_minibatches save_every "
      "batch_tokens reward_epochs", (0, -5), "must be at least 1"),
-    ("temperature clip_coef value_clip max_grad_norm target_kl kl_target learning_rate value_learning_rate reward_learning_rate",
+    ("temperature clip_coef value_clip max_grad_norm target_kl kl_target learning_rate value_learning_rate "
+     "reward_learning_rate importance_cap",
      (0.0, -1.0, INF, NAN), "must be positive and finite"),
-    ("gamma gae_lambda", (-0.1, 1.1, INF, NAN), "must lie in [0, 1]"),
+    ("gamma gae_lambda vllm_memory", (-0.1, 1.1, INF, NAN), "must lie in [0, 1]"),
     ("missing_eos_penalty kl_coef vf_coef", (-0.1, INF, NAN), "must not be negative"),
     ("lora_rank warmup_steps eval_every", (-1,), "must not be negative"),
     ("normalize_scores", (1, -1), "must be 0 or at least 2"),

@@ -446,7 +446,10 @@ def textbook_losses(policy, critic, rows, responses, right, samples, args):
         )
         ratio, adv = (logp - one["logps"]).exp(), one["advantages"]
         bounded = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
-        policy_part = policy_part - torch.minimum(ratio * adv, bounded * adv).sum() / tokens
+        weight = 1.0
+        if "sampled" in one:  # a sampler that is not quite the policy
+            weight = (one["logps"] - one["sampled"]).exp().clamp(max=args.importance_cap)
+        policy_part = policy_part - (weight * torch.minimum(ratio * adv, bounded * adv)).sum() / tokens
         near = one["values"] + (values - one["values"]).clamp(-args.value_clip, args.value_clip)
         errors = torch.maximum((values - one["returns"]) ** 2, (near - one["returns"]) ** 2)
         value_part = value_part + 0.5 * errors.sum() / tokens
@@ -528,7 +531,9 @@ class Gradients:
 @pytest.mark.parametrize("value_clip", [0.2, None])
 def test_gradient_of_a_step_does_not_depend_on_the_cut(script, world, record, value_clip):
     """The gradients of an optimiser step are those of its losses written out, however it is cut into micro-batches, with
-    recomputed activations too (B107); what stands behind the end of a response reaches nothing (B85)."""
+    recomputed activations too (B107); what stands behind the end of a response reaches nothing (B85). Each token's loss
+    is weighed by the trainer's over the sampler's probability, --importance-cap at most (B116, huggingface/trl #3867).
+    """
     events = record("sample_batch")
     train(script, world, reward_model="judge", total_steps=1)
     (inputs, (batch, _)), *_ = [(i, r) for kind, i, r in events if kind == "sample_batch"]
@@ -540,6 +545,9 @@ def test_gradient_of_a_step_does_not_depend_on_the_cut(script, world, record, va
     noise = lambda size: torch.randn(batch["logps"].shape, generator=generator(8)) * size * batch["mask"]
     batch["logps"], batch["values"] = batch["logps"] + noise(0.3), batch["values"] + noise(0.3)
     names = ("logps", "values", "advantages", "returns")
+    if script.has_flag("importance_cap"):
+        names, batch["sampled"] = (*names, "sampled"), batch["logps"] + noise(1.0).flip(0) * batch["mask"]
+        assert (batch["logps"] - batch["sampled"]).max() > math.log(args.importance_cap)
     right = [{n: batch[n][i, : len(r)] for n in names} for i, (r, _) in enumerate(responses)]
     expected = Gradients(policy, critic)
     for samples in torch.randperm(16, generator=generator()).tensor_split(2):

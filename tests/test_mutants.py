@@ -5,6 +5,7 @@ Each mutant is verified in a forked child, so that torch and the tests are impor
 """
 
 import importlib.util
+import itertools
 import os
 import re
 import signal
@@ -18,15 +19,22 @@ pytestmark = [
     pytest.mark.mutants,
     pytest.mark.skipif(not hasattr(os, "fork"), reason="mutants are tried in forked processes"),
 ]
-NAMES = sorted(path.stem for path in (HERE / "mutants").glob("*.py"))
+NAMES = sorted(path.stem for path in (HERE / "mutants").glob("*.py") if path.stem != "shared")
 TESTS = {path: path.read_text() for path in HERE.glob("test_*.py") if path.name != "test_mutants.py"}
 
 
-def load(name):
+def edits(name):
+    """A file of tests/mutants as a module."""
     spec = importlib.util.spec_from_file_location(f"mutants_{name}", HERE / "mutants" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return [(name, *mutant) for mutant in module.MUTANTS]
+    return module
+
+
+def load(name):
+    """The edits of a script: its own, and those of functions that stand in others too."""
+    common = (mutants for scripts, mutants in edits("shared").SHARED.items() if name in scripts)
+    return [(name, *mutant) for mutant in itertools.chain(edits(name).MUTANTS, *common)]
 
 
 def verify(copy, checks):

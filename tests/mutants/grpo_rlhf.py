@@ -474,8 +474,8 @@ MUTANTS = [
     (
         "self-check of log-probabilities is gone",
         "",
-        '        raise UsageError(\n            f"self-check: log-probabilities as',
-        '        str(\n            f"self-check: log-probabilities as',
+        'raise UsageError(f"{told}; {hint}")',
+        "pass",
         "test_self_check",
     ),
     ("self-check of the reference is gone", "B88", "if distance > 1e-4:", "if False:", "test_self_check"),
@@ -519,7 +519,7 @@ MUTANTS = [
     (
         "later lines stay after a resume",
         "",
-        'if json.loads(x)["step"] <= first)',
+        'if json.loads(line)["step"] <= step)',
         "if True)",
         "test_stopped_and_resumed",
     ),
@@ -533,7 +533,7 @@ MUTANTS = [
     (
         "the exit code of a kill is 0",
         "",
-        "raise SystemExit(128 + signals[0])",
+        "raise SystemExit(128 + signum)",
         "raise SystemExit(0)",
         "test_stopped_and_resumed",
     ),
@@ -591,156 +591,32 @@ MUTANTS = [
 ]
 
 # functions that every script has
-R = "ratio = torch.exp(logp - old_logp)\n    return -torch.min"  # fmt: skip
-PL = "return -torch.min(ratio * adv, ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * adv)"  # fmt: skip
-CF = "clipped = ((adv > 0) & (ratio > 1.0 + clip_high)) | ((adv < 0) & (ratio < 1.0 - clip_low))"  # fmt: skip
 KL = '{"k1": lambda: -d, "k2": lambda: d.square() / 2, "k3": lambda: torch.expm1(d) - d}[kind]()'  # fmt: skip
-MB = "torch.randperm(n, generator=generator, device=generator.device).tensor_split(num)"  # fmt: skip
 
 MUTANTS += [
     # linear_schedule, minibatches
-    ("annealing ends at zero", "B25, rlevo #324", "return 1.0 - step / total", "return 1.0 - (step + 1) / total", "test_linear_schedule"),
-    ("annealing over one update too few", "B25", "return 1.0 - step / total", "return 1.0 - step / max(total - 1, 1)", "test_linear_schedule"),
-    ("annealing is a staircase", "B25, purejaxrl #6", "return 1.0 - step / total", "return 1.0 - (20 * step // total) / 20", "test_linear_schedule"),
-    ("annealing by integer division is none", "B25", "return 1.0 - step / total", "return 1.0 - step // total", "test_linear_schedule"),
-    ("annealing turned round", "B25", "return 1.0 - step / total", "return step / total", "test_linear_schedule"),
-    ("the remainder is in no minibatch", "B26, SB3 #270", MB, MB.replace(".tensor_split(num)", "[: n // num * num].split(n // num)"), "test_minibatches_are"),
-    ("minibatches of rounded up size, too few", "B26, trl #563", MB, MB.replace("tensor_split(num)", "split(-(-n // num))"), "test_minibatches_are"),
-    ("a small last minibatch", "B26, SB3 #265", MB, MB.replace("tensor_split(num)", "split(max(1, n // num))"), "test_minibatches_are"),
-    ("the last sample is in no minibatch", "B32, cleanrl bf884ac3", MB, MB.replace("(num)", "(num)").replace(".tensor_split", "[:-1].tensor_split"), "test_minibatches_are"),
-    ("minibatches drawn with replacement", "B26", MB, "torch.randint(n, (n,), generator=generator, device=generator.device).tensor_split(num)", "test_minibatches_are"),
-    ("minibatches in the order of collection", "B29", MB, "torch.arange(n, device=generator.device).tensor_split(num)", "test_minibatches_"),
-    ("whole blocks are shuffled, not samples", "B29", MB, "[torch.arange(n).tensor_split(num)[i] for i in torch.randperm(num, generator=generator)]", "test_minibatches_shuffle"),
-    ("the order is rotated, not shuffled", "B29", MB, "torch.arange(n).roll(int(torch.randint(n, (), generator=generator))).tensor_split(num)", "test_minibatches_shuffle"),
-    ("shuffling draws from the global stream", "B29, cleanrl #238", MB, MB.replace("generator=generator, ", ""), "test_minibatches_draw"),
-    ("the same shuffle at each call", "B29", MB, "torch.randperm(n, generator=torch.Generator().manual_seed(0)).tensor_split(num)", "test_minibatches_draw"),
     # policy_loss
-    ("the larger of the two surrogates", "B16, baselines #1156", "return -torch.min(", "return -torch.max(", "test_policy_loss"),
-    ("the smaller negative surrogate", "B16", PL, "return torch.min(-ratio * adv, -ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * adv)", "test_policy_loss"),
-    ("min of the ratios, then times the advantage", "B14, takuseno/ppo #3", PL, "return -torch.min(ratio, ratio.clamp(1.0 - clip_low, 1.0 + clip_high)) * adv", "test_policy_loss"),
-    ("the clipped surrogate only", "B14", PL, "return -ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * adv", "test_policy_loss"),
-    ("the unclipped surrogate only", "B14", PL, "return -ratio * adv", "test_policy_loss"),
-    ("the surrogate is minimised", "B16", PL, PL.replace("-torch", "torch"), "test_policy_loss"),
-    ("the clip has no upper end", "B14", PL, PL.replace("1.0 - clip_low, 1.0 + clip_high", "min=1.0 - clip_low"), "test_policy_loss"),
-    ("the clip has no lower end", "B14", PL, PL.replace("1.0 - clip_low, 1.0 + clip_high", "max=1.0 + clip_high"), "test_policy_loss"),
-    ("low and high clip exchanged", "B14", PL, PL.replace("1.0 - clip_low, 1.0 + clip_high", "1.0 - clip_high, 1.0 + clip_low"), "test_policy_loss"),
-    ("the high clip on both sides", "B14", PL, PL.replace("clip_low", "clip_high"), "test_policy_loss"),
-    ("the lower end is the inverse of the upper", "B14", PL, PL.replace("1.0 - clip_low", "1.0 / (1.0 + clip_low)"), "test_policy_loss"),
-    ("the log-ratio is clipped", "B14", PL, "return -torch.min(ratio * adv, (logp - old_logp).clamp(-clip_low, clip_high).exp() * adv)", "test_policy_loss"),
-    ("dual clip for both signs", "B17, tianshou #433", PL, "return -torch.max(torch.min(ratio * adv, ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * adv), 3.0 * adv)", "test_policy_loss"),
-    ("the advantage is whitened between the surrogates", "B13, pytorch/rl #1033", PL, "one = ratio * adv\n    adv = (adv - adv.mean()) / (adv.std(correction=0) + 1e-8)\n    return -torch.min(one, ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * adv)", "test_policy_loss"),
-    ("the ratio upside down", "B01", R, R.replace("logp - old_logp", "old_logp - logp"), "test_policy_loss"),
-    ("the ratio of exponentials", "B110", R, R.replace("torch.exp(logp - old_logp)", "torch.exp(logp) / torch.exp(old_logp)"), "test_policy_loss"),
-    ("the ratio of the logarithms", "B01", R, R.replace("torch.exp(logp - old_logp)", "logp / old_logp"), "test_policy_loss"),
-    ("the ratio to first order", "B01", R, R.replace("torch.exp(logp - old_logp)", "1.0 + (logp - old_logp)"), "test_policy_loss"),
-    ("the ratio of the policy to itself", "B112, trl #3493", R, R.replace("old_logp)", "logp.detach())"), "test_policy_loss"),
-    ("no gradient through the ratio", "B112", R, R.replace("(logp -", "(logp.detach() -"), "test_policy_loss"),
-    ("the product of all ratios", "B110, hands-on-modern-rl #75", R, R.replace("(logp - old_logp)", "((logp - old_logp).sum().expand_as(logp))"), "test_policy_loss"),
-    ("all pairs of samples", "B38, ReinforcementLearningZoo.jl #169", R, R.replace("logp - old_logp", "logp[..., None] - old_logp"), "test_policy_loss"),
-    ("the loss is reduced too early", "B38", PL, PL + ".mean()", "test_policy_loss"),
-    ("the sign of the advantage is lost", "B14", PL, "adv = adv.abs()\n    " + PL, "test_policy_loss"),
-    ("the log-ratio is cut at 2", "B14", R, R.replace("(logp - old_logp)", "((logp - old_logp).clamp(-2.0, 2.0))"), "test_policy_loss"),
     # approx_kl
-    ("policy and reference exchanged", "B74", "    d = ref_logp - logp\n", "    d = logp - ref_logp\n", "test_approx_kl"),
-    ("k1 with the wrong sign", "B74, pytorch/rl #2908", "lambda: -d,", "lambda: d,", "test_approx_kl"),
-    ("k1 without a sign", "B74, trl #235", "lambda: -d,", "lambda: d.abs(),", "test_approx_kl"),
-    ("k1 cut at zero", "B74", "lambda: -d,", "lambda: (-d).clamp(min=0.0),", "test_approx_kl"),
-    ("k1 is k2", "B100, open-instruct #534", "lambda: -d,", "lambda: d.square() / 2,", "test_approx_kl"),
-    ("k2 without the half", "B100", "d.square() / 2", "d.square()", "test_approx_kl"),
-    ("k3 cancels near zero", "B101, rlhf-book #525", "torch.expm1(d) - d", "torch.exp(d) - 1 - d", "test_approx_kl_k3"),
-    ("k3 in the other direction", "B101", "torch.expm1(d) - d", "torch.expm1(-d) + d", "test_approx_kl"),
-    ("k3 with the sign of its last term", "B101", "torch.expm1(d) - d", "torch.expm1(d) + d", "test_approx_kl"),
-    ("k3 without its control variate", "B101", "torch.expm1(d) - d", "torch.expm1(d)", "test_approx_kl"),
-    ("k3 forgets the 1", "B101", "torch.expm1(d) - d", "torch.exp(d) - d", "test_approx_kl"),
-    ("k3 is k2", "B101", "torch.expm1(d) - d", "d.square() / 2", "test_approx_kl"),
-    ("k3 of bounded differences", "B101", "    d = ref_logp - logp\n", "    d = (ref_logp - logp).clamp(-2.0, 2.0)\n", "test_approx_kl"),
-    ("no gradient through the estimate", "B100", "    d = ref_logp - logp\n", "    d = ref_logp - logp.detach()\n", "test_approx_kl"),
-    ("an unknown kind is k1", "B95", KL, KL.replace("[kind]()", '.get(kind, lambda: -d)()'), "test_approx_kl"),
-    ("the estimate is averaged too early", "B38", KL, KL + ".mean()", "test_approx_kl"),
     # clip_fraction
-    ("clip fraction without the advantage", "B22, trl #3175", CF, "clipped = (ratio > 1.0 + clip_high) | (ratio < 1.0 - clip_low)", "test_clip_fraction"),
-    ("clip fraction of the other side", "B22", CF, "clipped = ((adv < 0) & (ratio > 1.0 + clip_high)) | ((adv > 0) & (ratio < 1.0 - clip_low))", "test_clip_fraction"),
-    ("clip fraction of the upper end only", "B22", CF, "clipped = (adv > 0) & (ratio > 1.0 + clip_high)", "test_clip_fraction"),
-    ("clip fraction of the lower end only", "B22", CF, "clipped = (adv < 0) & (ratio < 1.0 - clip_low)", "test_clip_fraction"),
-    ("clip fraction with one clip", "B22", CF, CF.replace("clip_high", "clip_low"), "test_clip_fraction"),
-    ("clip fraction with clips exchanged", "B22", CF, CF.replace("clip_high", "x").replace("clip_low", "clip_high").replace("+ x", "+ clip_low"), "test_clip_fraction"),
-    ("both conditions at once", "B22", CF, CF.replace(") | (", ") & ("), "test_clip_fraction"),
-    ("the mean ratio is reported as clip fraction", "B22, pytorch/rl #2021", "return clipped.float().mean()", "return ratio.clamp(1.0 - clip_low, 1.0 + clip_high).mean()", "test_clip_fraction"),
-    ("the share that is not clipped", "B22", "return clipped.float().mean()", "return 1.0 - clipped.float().mean()", "test_clip_fraction"),
-    ("clip fraction by the log-ratio", "B22", "ratio = torch.exp(logp - old_logp)\n    clipped", "ratio = 1.0 + (logp - old_logp)\n    clipped", "test_clip_fraction"),
     # streams
-    ("all streams are one", "B29, cleanrl #238", "return np.random.SeedSequence(seed).spawn(4)", "return [np.random.SeedSequence(seed)] * 4", "test_streams"),
-    ("streams of neighbouring seeds overlap", "B29", "return np.random.SeedSequence(seed).spawn(4)", "return [np.random.SeedSequence(seed + i) for i in range(4)]", "test_streams"),
 ]  # fmt: skip
 
 # what both language-model scripts have
-TL = 'return -F.cross_entropy(logits.flatten(0, 1), tokens.flatten(), reduction="none").view_as(tokens)'  # fmt: skip
-RM = "return stop.cumsum(1) - stop == 0"  # fmt: skip
-MM = "return x.masked_fill(~mask, 0.0).sum() / denom.clamp(min=1)"  # fmt: skip
-CDF_2 = "cdf = p.cumsum(-1, dtype=torch.float64)"  # fmt: skip
 
 MUTANTS += [
     # token_logps
-    ("no temperature in log-probabilities", "B59, OpenRLHF #857", "logits = logits.float() / temperature", "logits = logits.float()", "test_token_logps"),
-    ("multiplied by the temperature", "B59", "logits = logits.float() / temperature", "logits = logits.float() * temperature", "test_token_logps"),
-    ("log-probabilities are divided, not logits", "B59, B115", TL, TL.replace("return -F", "return -temperature ** -1 * F").replace("logits.flatten", "(logits * temperature).flatten"), "test_token_logps"),
-    ("log-probabilities with the wrong sign", "B64", TL, TL.replace("-F.", "F."), "test_token_logps"),
-    ("probabilities in place of their logarithms", "B64", TL, "return logits.softmax(-1).gather(-1, tokens[..., None])[..., 0]", "test_token_logps"),
-    ("logits in place of log-probabilities", "B64", TL, "return logits.gather(-1, tokens[..., None])[..., 0]", "test_token_logps"),
-    ("softmax over the positions", "B64", TL, "return logits.log_softmax(1).gather(-1, tokens[..., None])[..., 0]", "test_token_logps"),
-    ("log-probabilities of the token before", "B64, PaLM-rlhf-pytorch #31", TL, "tokens = tokens.roll(1, 1)\n    " + TL, "test_token_logps"),
-    ("log-probabilities of the token after", "B64, maxtext #2103", TL, "tokens = tokens.roll(-1, 1)\n    " + TL, "test_token_logps"),
-    ("tokens of id 0 have no log-probability", "trl #6357", TL, TL.replace('reduction="none"', 'reduction="none", ignore_index=0'), "test_token_logps"),
-    ("smoothed labels", "B64", TL, TL.replace('reduction="none"', 'reduction="none", label_smoothing=0.1'), "test_token_logps"),
-    ("rounded logits", "B116, trl #3867", "logits = logits.float() / temperature", "logits = logits.bfloat16() / temperature", "test_token_logps"),
-    ("logarithm of a softmax", "B101", TL, "return logits.softmax(-1).gather(-1, tokens[..., None])[..., 0].log()", "test_token_logps"),
-    ("logarithm of a softmax with an epsilon", "B101", TL, "return (logits.softmax(-1).gather(-1, tokens[..., None])[..., 0] + 1e-8).log()", "test_token_logps"),
-    ("log-probability of the likeliest token", "B01", TL, "return logits.log_softmax(-1).amax(-1)", "test_token_logps"),
-    ("scored among the likeliest only", "B61, trl #1003", TL, "logits = logits.masked_fill(logits < logits.topk(min(2, logits.shape[-1])).values[..., -1:], -1e9)\n    " + TL, "test_token_logps"),
     # response_mask
-    ("the stop token does not count", "B67, trl #3750", RM, "return stop.cumsum(1) == 0", "test_response_mask"),
-    ("one token after the stop counts", "B67, trl #1893", RM, "return (stop.cumsum(1) - stop).cumsum(1) <= 1", "test_response_mask"),
-    ("only the stop tokens are left out", "B79", RM, "return stop == 0", "test_response_mask"),
-    ("up to the last stop token", "B103, GRPO-Zero a3a8963", RM, "return (stop.flip(1).cumsum(1).flip(1) > 0) | (stop.sum(1, keepdim=True) == 0)", "test_response_mask"),
-    ("only the first stop id ends", "B103, verl #213", "torch.isin(tokens, torch.as_tensor(eos_ids, device=tokens.device)).long()\n    return", "(tokens == eos_ids[0]).long()\n    return", "test_response_mask"),
-    ("only the last stop id ends", "B103", "torch.isin(tokens, torch.as_tensor(eos_ids, device=tokens.device)).long()\n    return", "(tokens == eos_ids[-1]).long()\n    return", "test_response_mask"),
-    ("everything counts", "B79", RM, "return torch.ones_like(tokens, dtype=torch.bool)", "test_response_mask"),
-    ("the mask is turned round", "B79", RM, "return stop.cumsum(1) - stop != 0", "test_response_mask"),
-    ("rows without a stop token do not count", "B103", RM, "return (stop.cumsum(1) - stop == 0) & (stop.sum(1, keepdim=True) > 0)", "test_response_mask"),
-    ("the first token is never a stop", "B103", RM, "stop[:, 0] = 0\n    return stop.cumsum(1) - stop == 0", "test_response_mask"),
-    ("token 0 is padding", "trl #6357, B71", RM, "return (stop.cumsum(1) - stop == 0) & (tokens != 0)", "test_response_mask"),
-    ("stops are counted over all rows", "B82", RM, "return (stop.flatten().cumsum(0).view_as(stop) - stop) == 0", "test_response_mask"),
     # masked_mean
-    ("the mask multiplies", "B85, verl #2377", MM, MM.replace("x.masked_fill(~mask, 0.0)", "(x * mask)"), "test_masked_mean"),
-    ("the mean counts what is masked", "B79", "denom = mask.sum() if denom is None", "denom = torch.tensor(mask.numel()) if denom is None", "test_masked_mean"),
-    ("the mean of nothing is not a number", "B85, verl #782", MM, MM.replace(".clamp(min=1)", ""), "test_masked_mean"),
-    ("NaN counts as zero", "B97", MM, MM.replace("x.masked_fill(~mask, 0.0).sum()", "x.masked_fill(~mask, 0.0).nansum()"), "test_a_nan"),
-    ("the mask is not used in the sum", "B79", MM, MM.replace("x.masked_fill(~mask, 0.0)", "x"), "test_masked_mean"),
-    ("the mask counts what is left out", "B79", MM, MM.replace("~mask", "mask"), "test_masked_mean"),
-    ("the given count is ignored", "B107, trl #6024", "denom = mask.sum() if denom is None else torch.as_tensor(denom)", "denom = mask.sum()", "test_masked_mean"),
-    ("a mean of the means of rows", "B109", MM, "return (x.masked_fill(~mask, 0.0).sum(-1) / mask.sum(-1).clamp(min=1)).mean() if x.dim() > 1 else " + MM[7:], "test_masked_mean"),
-    ("a sum", "B104", MM, MM.replace(" / denom.clamp(min=1)", ""), "test_masked_mean"),
     # pack
-    ("a sample is in two rows", "B82", "rows[-1][1].append(i)\n", "rows[-1][1] += [i] if len(rows) < 3 else [i, i]\n", "test_pack"),
-    ("the last sample is dropped", "B26, trl #563", "for group, members in itertools.groupby(samples, ", "for group, members in itertools.groupby(list(samples)[: max(1, len(samples) - 1)], ", "test_pack"),
-    ("the last micro-batch is dropped", "B26", "return [rows for _, rows in batches]", "return [rows for _, rows in batches[: max(1, len(batches) - 1)]]", "test_pack"),
-    ("responses to two prompts share a row", "B82", "        used = math.inf\n        for i in members:", "        used = math.inf if not rows else rows[-1][0]\n        for i in members:", "test_pack"),
-    ("the padding of a micro-batch is not counted", "B107", "if not batches or (len(batches[-1][1]) + 1) * batches[-1][0] > batch_tokens:", "if not batches or len(batches[-1][1]) * batches[-1][0] > batch_tokens:", "test_pack"),
-    ("a prompt is counted with each response", "", "used += lengths[i] - 1  #", "used += lengths[i] - 1 + prompt_lengths[group] * bool(rows[-1][1])  #", "test_pack"),
     # generate, score
     ("the mask ends before the first padding", "B62", "mask = torch.arange(width, device=device) >= width - lengths[:, None]", "mask = torch.arange(width, device=device) > width - lengths[:, None]", "test_sampled_logps"),
-    ("padding on the right when sampling", "B62, trl #469", "[[0] * (width - len(p)) + p for p in prompts]", "[p + [0] * (width - len(p)) for p in prompts]", "test_sampled_logps"),
-    ("positions start at one", "B62", "position = (mask.cumsum(1) - 1).clamp(min=0)", "position = mask.cumsum(1)", "test_sampled_logps"),
     ("positions jump after the prompt", "B62, OpenRLHF #218", "position + 1\n        out = model(token", "(position + 1).clamp(min=width)\n        out = model(token", "test_sampled_logps"),
     ("padding is attended to after the prompt", "B62", "out = model(token, attention_mask=mask.long(),", "out = model(token, attention_mask=torch.ones_like(mask).long(),", "test_sampled_logps"),
     ("new tokens are hidden from later ones", "B62", "F.pad(mask, (0, 1), value=True)", "F.pad(mask, (0, 1), value=False)", "test_sampled_logps"),
     ("the new slot is at the wrong end of the mask", "B82", "F.pad(mask, (0, 1), value=True)", "F.pad(mask, (1, 0), value=True)", "test_sampled_logps"),
     ("the cache keeps another order", "B82, verl #1440", "out.cache.batch_select_indices(keep)", "out.cache.batch_select_indices(keep.roll(1))", "test_sampled_logps"),
-    ("nucleus sampling", "B61, trl #736", CDF_2, CDF_2.replace("p.", "p.where(p >= p.amax(1, keepdim=True) * 0.1, 0.0)."), "test_sampled_frequencies"),
     ("sampled log-probabilities after the end", "B79", "logps.masked_fill(~mask, 0.0)", "logps", "test_packed_rows"),
     # model
-    ("adapters have dropout", "B86, unsloth-zoo #832", 'target_modules="all-linear", task_type', 'target_modules="all-linear", lora_dropout=0.3, task_type', "test_adapters"),
-    ("adapters do not start at zero", "B88, trl #3194", "return peft.get_peft_model(model, config)", 'config.init_lora_weights = "gaussian"\n    model = peft.get_peft_model(model, config)\n    for name, p in model.named_parameters():\n        if "lora_B" in name:\n            p.data.normal_(std=0.1)\n    return model', "test_adapters"),
     ("the model's own stop ids are unknown", "B103, verl #213", '    known.append(getattr(model.generation_config, "eos_token_id", None))\n', "", "test_every_stop"),
     ("the first of several stop ids", "B103", "for i in (entry if isinstance(entry, list) else [entry]) if i is not None}", "for i in (entry[:1] if isinstance(entry, list) else [entry]) if i is not None}", "test_every_stop"),
 ]  # fmt: skip
@@ -809,7 +685,7 @@ MUTANTS += [
     ("the old policy has a gradient", "B112", "now = logp.detach()\n", "now = logp\n", "test_the_only_update"),
     ("the cap of the rounding is ignored", "B116", W, W.replace("args.importance_cap", "2.0"), "test_the_cap"),
     # several processes
-    ("gradients are averaged over processes", "TRL #2995", "flat = sum_over_processes(torch.cat([gradient.flatten() for gradient in gradients]))", "flat = sum_over_processes(torch.cat([gradient.flatten() for gradient in gradients])) / dist.get_world_size()", "test_processes_make_the_update"),
     ("counts of one's own part", "B107", COUNTS, 'counts = batch["mask"][[i - first for i in samples.tolist() if first <= i < first + len(batch["mask"])]].sum(), len(samples), args.max_new_tokens', "test_processes_make_the_update"),
     ("all processes draw the same tokens", "B29", "stream = stream.spawn(rank)[-1] if rank else stream", "pass", "test_processes_sample"),
+    # ---- vLLM ----
 ]  # fmt: skip
