@@ -1291,6 +1291,19 @@ def cut_log(path: Path, step: int) -> None:
     path.write_text("".join(line for line in lines if json.loads(line)["step"] <= step))
 
 
+def restore(folder, state, weights, trained, optimizer, generator, shuffle, rank) -> None:
+    """Bring the trained weights, the optimiser, the random streams and the logs back to a checkpoint."""
+    if {n: p.shape for n, p in weights.items()} != {n: p.shape for n, p in trained.items()}:
+        raise UsageError("the checkpoint does not fit: the model has other parameters")
+    for name, parameter in trained.items():
+        parameter.data.copy_(weights[name])
+    optimizer.load_state_dict(state["optimizer"])
+    generator.set_state(state["tokens"][rank].clone())  # torch crashes on a view
+    shuffle.set_state(state["shuffle"])
+    for name in ("metrics.jsonl", "completions.jsonl") if rank == 0 else ():
+        cut_log(folder / name, state["step"])
+
+
 def start_tracking(args: Args, folder: Path):
     """The run in Weights & Biases; a resumed run goes on there."""
     import wandb
@@ -1359,15 +1372,7 @@ def main(args: Args) -> dict:
         folder = collect(open_run(args, device) if rank == 0 else None)[0]
     else:
         folder, first, drawn = args.resume, state["step"], state["drawn"]
-        if {n: p.shape for n, p in state["model"].items()} != {n: p.shape for n, p in trained.items()}:
-            raise UsageError("the checkpoint does not fit: the model has other parameters")
-        for name, parameter in trained.items():
-            parameter.data.copy_(state["model"][name])
-        optimizer.load_state_dict(state["optimizer"])
-        generator.set_state(state["tokens"][rank].clone())  # a view would crash it
-        shuffle.set_state(state["shuffle"])
-        for name in ("metrics.jsonl", "completions.jsonl") if rank == 0 else ():
-            cut_log(folder / name, first)
+        restore(folder, state, state["model"], trained, optimizer, generator, shuffle, rank)
     if size > 1:
         with reference() if reference is not None else contextlib.nullcontext(model) as frozen:
             for parameter in itertools.chain(model.parameters(), frozen.parameters()):

@@ -1398,6 +1398,19 @@ def cut_log(path: Path, step: int) -> None:
     path.write_text("".join(line for line in lines if json.loads(line)["step"] <= step))
 
 
+def restore(folder, state, weights, trained, optimizer, generator, shuffle, rank) -> None:
+    """Bring the trained weights, the optimiser, the random streams and the logs back to a checkpoint."""
+    if {n: p.shape for n, p in weights.items()} != {n: p.shape for n, p in trained.items()}:
+        raise UsageError("the checkpoint does not fit: the model has other parameters")
+    for name, parameter in trained.items():
+        parameter.data.copy_(weights[name])
+    optimizer.load_state_dict(state["optimizer"])
+    generator.set_state(state["tokens"][rank].clone())  # torch crashes on a view
+    shuffle.set_state(state["shuffle"])
+    for name in ("metrics.jsonl", "completions.jsonl") if rank == 0 else ():
+        cut_log(folder / name, state["step"])
+
+
 def start_tracking(args: Args, folder: Path):
     """The run in Weights & Biases; a resumed run goes on there."""
     import wandb
@@ -1559,15 +1572,7 @@ def main(args: Args) -> dict:
 
     if state is not None:
         first, drawn, norm, controller.coef = (state[name] for name in ("step", "drawn", "norm", "kl_coef"))
-        if {n: p.shape for n, p in state["models"].items()} != {n: p.shape for n, p in trained.items()}:
-            raise UsageError("the checkpoint does not fit: the models have other parameters")
-        for name, parameter in trained.items():
-            parameter.data.copy_(state["models"][name])
-        optimizer.load_state_dict(state["optimizer"])
-        generator.set_state(state["tokens"][rank].clone())  # torch crashes on a view
-        shuffle.set_state(state["shuffle"])
-        for name in ("metrics.jsonl", "completions.jsonl") if rank == 0 else ():
-            cut_log(folder / name, first)
+        restore(folder, state, state["models"], trained, optimizer, generator, shuffle, rank)
     sampler = new_sampler(policy, args.policy, rows + held_out, args)
     refresh(sampler, policy)
     if state is None and args.normalize_scores:

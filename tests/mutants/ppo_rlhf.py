@@ -441,14 +441,14 @@ MUTANTS = [
     (
         "the random stream is not resumed",
         "neighbour",
-        '        generator.set_state(state["tokens"][rank].clone())  # torch crashes on a view\n',
+        '    generator.set_state(state["tokens"][rank].clone())  # torch crashes on a view\n',
         "",
         RESUME,
     ),
     (
         "the optimiser is not resumed",
         "neighbour",
-        '        optimizer.load_state_dict(state["optimizer"])\n',
+        '    optimizer.load_state_dict(state["optimizer"])\n',
         "",
         RESUME,
     ),
@@ -676,7 +676,7 @@ MUTANTS = [
     (
         "the shuffling starts anew after a resume",
         "",
-        '        shuffle.set_state(state["shuffle"])\n',
+        '    shuffle.set_state(state["shuffle"])\n',
         "",
         "test_resume_gives",
     ),
