@@ -742,7 +742,9 @@ def start_tracking(args: Args, folder: Path):
 
 def leave(signum: int, step: int, size: int, folder: Path) -> None:
     """End as the signal asks, after a word on how to go on."""
-    launch = f"torchrun --nproc-per-node {size}" if size > 1 else "python"
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    nodes = f" --nnodes {size // local} ..." if size > local else ""
+    launch = f"torchrun --nproc-per-node {local}{nodes}" if size > 1 else "python"
     print(f"stopped at step {step:,}; continue with: {launch} {SCRIPT}.py --resume {folder}")
     raise SystemExit(128 + signum)
 

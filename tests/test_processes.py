@@ -38,12 +38,13 @@ def free_port():
         return s.getsockname()[1]
 
 
-def start(tmp_path, processes, file, *words):
-    """torchrun, or one process without it; output goes to `out`."""
-    run = ["-m", "torch.distributed.run", f"--nproc-per-node={processes}", f"--master-port={free_port()}"]
-    command = [sys.executable, *(run if processes > 1 else []), str(file), *map(str, words)]
+def start(tmp_path, processes, file, *words, launch=None, out="out"):
+    """torchrun, or one process without it; output goes to the file `out`."""
+    launch = launch or [f"--nproc-per-node={processes}", f"--master-port={free_port()}"]
+    run = ["-m", "torch.distributed.run", *launch] if processes > 1 else []
+    command = [sys.executable, *run, str(file), *map(str, words)]
     env = os.environ | {"OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    out = open(tmp_path / "out", "w+")
+    out = open(tmp_path / out, "w+")
     return subprocess.Popen(command, cwd=tmp_path, env=env, stdout=out, stderr=subprocess.STDOUT), out
 
 
@@ -180,6 +181,37 @@ def test_any_number_of_processes_plays_the_same_run(script, tmp_path):
     code, output = finish(*start(tmp_path, 2, script.path, "--resume", "runs/cut", "--no-compile"))
     assert code == 0, output[-3000:]
     same(rows(tmp_path / "runs/cut"), rows(tmp_path / "runs/one"), script.own)
+
+
+@pytest.mark.setting("ppo_continuous")
+def test_two_machines_make_the_run_of_one(script, tmp_path):
+    """Two launchers with one process each, as `torchrun --nnodes 2` starts them on two machines, are one run: its rows
+    are those of two processes of one launcher, written once, and a signal to one machine stops both, with the command
+    that goes on."""
+    flags = (
+        "--env-id Hopper-v5 --num-envs 3 --num-steps 64 --num-minibatches 4 --eval-episodes 1 --save-every 1"
+    )
+    flags = [*flags.split(), "--no-compile", "--device", "cpu"]
+
+    def two_machines(*words):
+        meet = ["--rdzv-backend=c10d", "--rdzv-id=x", f"--rdzv-endpoint=localhost:{free_port()}"]
+        launch = ["--nnodes=2", "--nproc-per-node=1", *meet]
+        return [start(tmp_path, 2, script.path, *flags, *words, launch=launch, out=f"out{i}") for i in (0, 1)]
+
+    code, output = finish(
+        *start(tmp_path, 2, script.path, *flags, "--total-timesteps", 768, "--run-name", "one")
+    )
+    assert code == 0, output[-3000:]
+    ended = [finish(*machine) for machine in two_machines("--total-timesteps", 768, "--run-name", "two")]
+    assert [code for code, _ in ended] == [0, 0], ended
+    assert "".join(output for _, output in ended).count("writing runs/two") == 1
+    same(rows(tmp_path / "runs/two"), rows(tmp_path / "runs/one"), script.own)
+    machines = two_machines("--total-timesteps", 10**6, "--run-name", "cut")
+    stop_one(machines[1][0], tmp_path / "runs/cut/checkpoint.pt", signal.SIGTERM)
+    ended = [finish(*machine, timeout=60) for machine in machines]
+    assert all(code != 0 for code, _ in ended)
+    assert "torchrun --nproc-per-node 1 --nnodes 2 ... " in "".join(output for _, output in ended)
+    assert torch.load(tmp_path / "runs/cut/checkpoint.pt", weights_only=True)["step"] >= 192
 
 
 def stop_one(torchrun, file, number):

@@ -175,4 +175,6 @@ MUTANTS += [
     # several processes
     ("statistics stay those of one process", "", "        norm.merge(moments)\n", "        pass\n", "test_a_process_that_dies"),
     ("what all had before is counted again", "", "torch.from_numpy(self.moments() - before)).numpy() + before", "torch.from_numpy(self.moments())).numpy()", "test_running_statistics"),
+    ("the rank within the machine is taken for the rank", "", "return dist.get_rank(), dist.get_world_size()", 'return int(os.environ["LOCAL_RANK"]), dist.get_world_size()', "test_two_machines"),
+    ("how to go on forgets the other machines", "", " if size > local else", " if False else", "test_two_machines"),
 ]  # fmt: skip
