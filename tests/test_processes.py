@@ -4,12 +4,12 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
 import time
 
+import crew
 import numpy as np
 import pytest
 import torch
@@ -32,15 +32,9 @@ def can_run_in_processes(script):
         getattr(script, name)
 
 
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
 def start(tmp_path, processes, file, *words, launch=None, out="out"):
     """torchrun, or one process without it; output goes to the file `out`."""
-    launch = launch or [f"--nproc-per-node={processes}", f"--master-port={free_port()}"]
+    launch = launch or [f"--nproc-per-node={processes}", f"--master-port={crew.free_port()}"]
     run = ["-m", "torch.distributed.run", *launch] if processes > 1 else []
     command = [sys.executable, *run, str(file), *map(str, words)]
     env = os.environ | {"OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -194,7 +188,7 @@ def test_two_machines_make_the_run_of_one(script, tmp_path):
     flags = [*flags.split(), "--no-compile", "--device", "cpu"]
 
     def two_machines(*words):
-        meet = ["--rdzv-backend=c10d", "--rdzv-id=x", f"--rdzv-endpoint=localhost:{free_port()}"]
+        meet = ["--rdzv-backend=c10d", "--rdzv-id=x", f"--rdzv-endpoint=localhost:{crew.free_port()}"]
         launch = ["--nnodes=2", "--nproc-per-node=1", *meet]
         return [start(tmp_path, 2, script.path, *flags, *words, launch=launch, out=f"out{i}") for i in (0, 1)]
 

@@ -3,16 +3,15 @@
 import importlib.util
 import json
 import math
-import multiprocessing
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import crew
 import pytest
 import torch
 from test_loop_grpo import Gradients, arguments, checkpoint, equal_runs, lines, load, made_batch
@@ -207,8 +206,8 @@ def process(rank, size, port, path, world, folder, jobs):
     os.chdir(folder)
     for number, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(f"{name}{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
-    os.environ |= dict(RANK=f"{rank}", LOCAL_RANK=f"{rank}", WORLD_SIZE=f"{size}", MASTER_PORT=f"{port}")
-    os.environ |= dict(MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo", HF_HUB_OFFLINE="1")
+    crew.become(rank, size, port)
+    os.environ["HF_HUB_OFFLINE"] = "1"
     torch.set_num_threads(1)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
@@ -229,28 +228,13 @@ def process(rank, size, port, path, world, folder, jobs):
 
 def launch(script, world, folder, size, *jobs, limit=150):
     """Run the jobs in `size` processes; the results of each by job, and how the processes ended."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    context = multiprocessing.get_context("forkserver")
-    modeling = [f"transformers.models.{name}.modeling_{name}" for name in ("llama", "gpt2")]
-    context.set_forkserver_preload(["torch", "transformers", "pytest", *modeling])
     for name, prompts in (
         ("train", [f"{n}=" for n in range(100, 900, 7)]),
         ("held", [f"9{n}=" for n in range(7)]),
     ):
         rows = [json.dumps({"prompt": prompt, "answer": prompt[0]}) + "\n" for prompt in prompts]
         (folder / f"{name}.jsonl").write_text("".join(rows))
-    places = [(rank, size, port, script.path, world, folder, jobs) for rank in range(size)]
-    crew = [context.Process(target=process, args=place) for place in places]
-    for one in crew:
-        one.start()
-    ends = time.monotonic() + limit
-    for one in crew:
-        one.join(max(0.0, ends - time.monotonic()))
-    late = [one for one in crew if one.is_alive()]
-    for one in late:
-        one.kill()
+    late = crew.run(process, size, script.path, world, folder, jobs, limit=limit)
     read = lambda path: torch.load(path, weights_only=False) if path.exists() else {}
     found = [read(folder / f"{jobs[0]}{rank}.pt") for rank in range(size)]
     return {job: [one.get(job, ("nothing", "")) for one in found] for job in jobs}, late

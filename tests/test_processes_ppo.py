@@ -2,15 +2,14 @@
 
 import contextlib
 import json
-import multiprocessing
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import crew
 import numpy as np
 import pytest
 import torch
@@ -141,10 +140,9 @@ def drifted_weights(module, patch, batches):
     patch.setattr(module, "update_models", drift)
 
 
-def serve(path, rank, size, port, jobs):
+def serve(rank, size, port, path, jobs):
     """One process of a crew: the jobs in a row, and what each gives in a file. `fault` is for the last process only."""
-    os.environ |= dict(RANK=f"{rank}", LOCAL_RANK=f"{rank}", WORLD_SIZE=f"{size}")
-    os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=f"{port}")
+    crew.become(rank, size, port)
     torch.set_num_threads(1)
     script = Script(Path(path))
     for name, flags, fixed, fault in jobs:
@@ -152,27 +150,11 @@ def serve(path, rank, size, port, jobs):
         torch.save(notes, f"{name}-{rank}.pt")
 
 
-def crew(script, folder, size, jobs):
+def together(script, folder, size, jobs):
     """Run the jobs (name, flags, fixed, fault) on `size` processes. Returns their notes: name -> one for each rank."""
     assert script.join_processes, "a copy without it is skipped"
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    context = multiprocessing.get_context("forkserver")  # imports once, for all
-    context.set_forkserver_preload(["torch.optim", "transformers.models.llama.modeling_llama"])
-    crew = [
-        context.Process(target=serve, args=(script.path, rank, size, port, jobs), daemon=True)
-        for rank in range(size)
-    ]
     with contextlib.chdir(folder):
-        for process in crew:
-            process.start()
-    end = time.monotonic() + 240
-    for process in crew:
-        process.join(max(0.0, end - time.monotonic()))
-    stuck = [rank for rank, process in enumerate(crew) if process.exitcode is None]
-    for process in crew:
-        process.kill()
+        stuck = crew.run(serve, size, script.path, jobs, limit=240)
     assert not stuck, f"the processes {stuck} hang"
     load = lambda name, rank: torch.load(folder / f"{name}-{rank}.pt", weights_only=False)
     return {name: [load(name, rank) for rank in range(size)] for name, *_ in jobs}
@@ -208,7 +190,7 @@ def one(script, world, tmp_path_factory):  # noqa: F811
 def three(script, world, tmp_path_factory):  # noqa: F811
     folder = tmp_path_factory.mktemp("three")
     few = ("few", flags_of(script, world, "few", num_prompts=2, num_minibatches=1), False, None)
-    return folder, crew(script, folder, 3, [*fixed_runs(script, world), few])
+    return folder, together(script, folder, 3, [*fixed_runs(script, world), few])
 
 
 @pytest.fixture(scope="module")
@@ -235,7 +217,7 @@ def two(script, world, tmp_path_factory):  # noqa: F811
         broken("nan", "nan_gradient"),
         broken("gone", "nan_weights"),  # the last: that process leaves
     ]
-    return folder, crew(script, folder, 2, jobs)
+    return folder, together(script, folder, 2, jobs)
 
 
 def checkpoint(folder, name):
