@@ -707,6 +707,7 @@ def open_run(args: Args, device: torch.device) -> Path:
         "args": dataclasses.asdict(args),
         "versions": {"python": platform.python_version(), **versions},
         "device": torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or "cpu",
+        "processes": int(os.environ.get("WORLD_SIZE", 1)),
         "sha256": hashlib.sha256(Path(__file__).read_bytes()).hexdigest(),
     }
     try:

@@ -14,6 +14,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import torch
@@ -66,7 +67,7 @@ def prepare(scratch: str) -> None:
 
 def measure(script: str, flags: list, scratch: str) -> dict:
     """Medians over the second half of one run."""
-    name = f"run{len(os.listdir(scratch))}"
+    name = f"run{time.time_ns()}"
     command = [sys.executable, str(HERE.parent / f"{script}.py"), *map(str, flags), "--run-name", name]
     env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TQDM_DISABLE": "1"}
     done = subprocess.run(command, cwd=scratch, env=env, capture_output=True, text=True)

@@ -199,6 +199,7 @@ def test_two_machines_make_the_run_of_one(script, tmp_path):
     ended = [finish(*machine) for machine in two_machines("--total-timesteps", 768, "--run-name", "two")]
     assert [code for code, _ in ended] == [0, 0], ended
     assert "".join(output for _, output in ended).count("writing runs/two") == 1
+    assert json.loads((tmp_path / "runs/two/config.json").read_text())["processes"] == 2
     same(rows(tmp_path / "runs/two"), rows(tmp_path / "runs/one"), script.own)
     machines = two_machines("--total-timesteps", 10**6, "--run-name", "cut")
     stop_one(machines[1][0], tmp_path / "runs/cut/checkpoint.pt", signal.SIGTERM)
