@@ -155,8 +155,9 @@ class Args:
     """recompute activations in the backward pass: less memory, more time"""
     batch_tokens: int = 8192
     """most tokens of a micro-batch of one process, padding included"""
-    row_tokens: int = 1024
-    """responses of a group share a row up to so many tokens; 0: a row each, for models without such masks"""
+    row_tokens: int = 256
+    """responses of a group share a row with their prompt, up to so many tokens of theirs; 0: a row each, for
+    models without such masks"""
     eval_every: int = 20
     """training steps between two evaluations; 0: only before and after"""
     eval_samples: int = 8
@@ -1027,7 +1028,8 @@ def score(model, batch, rows, args):
 def micro_batches(batch, samples, args):
     """`pack` for some samples of a batch."""
     prompts, lengths = list(map(len, batch["prompts"])), batch["mask"].sum(1).tolist()
-    return pack(prompts, lengths, samples, args.group_size, args.row_tokens, args.batch_tokens)
+    row = args.row_tokens and max(prompts, default=0) + args.row_tokens
+    return pack(prompts, lengths, samples, args.group_size, row, args.batch_tokens)
 
 
 @torch.no_grad()

@@ -1066,7 +1066,8 @@ def values_of(model, batch, rows, args):
 def micro_batches(batch, samples, args):
     """`pack` for some samples of a batch."""
     prompts, lengths = list(map(len, batch["prompts"])), batch["mask"].sum(1).tolist()
-    return pack(prompts, lengths, samples, args.group_size, args.row_tokens, args.batch_tokens)
+    row = args.row_tokens and max(prompts, default=0) + args.row_tokens
+    return pack(prompts, lengths, samples, args.group_size, row, args.batch_tokens)
 
 
 @torch.no_grad()

@@ -507,6 +507,22 @@ def test_pack_table(script, row_tokens, batch_tokens, right):
     assert sorted(sorted(map(width, batch)) for batch in packed) == right
 
 
+@pytest.mark.setting("grpo_rlhf")
+@pytest.mark.parametrize("prompt", [3, 700])
+@pytest.mark.parametrize("length, limit, shared", [(100, 256, 2), (20, 256, 8), (300, 256, 1), (100, 0, 1)])
+def test_a_row_is_limited_by_its_responses(script, prompt, length, limit, shared):
+    """--row-tokens counts the tokens of the responses that share a row, whatever the length of their prompt: a long one
+    is what is worth sharing."""
+    mask = torch.arange(300) < torch.full((8, 1), length)
+    batch = {"prompts": [[5] * prompt], "mask": mask}
+    args = script.Args(row_tokens=limit, group_size=8)
+    rows = [row for part in script.micro_batches(batch, range(8), args) for row in part]
+    assert sorted(map(len, rows), reverse=True) == [shared] * (8 // shared)
+    if not limit:  # none is shared, beside whatever other prompt
+        batch = {"prompts": [[5] * prompt, [5] * 2000], "mask": mask.repeat(2, 1)}
+        assert all(len(row) == 1 for part in script.micro_batches(batch, range(16), args) for row in part)
+
+
 PREFIXES = [y for n in range(3) for y in product((1, 2), repeat=n)]
 RESPONSES = [(*y, a) for y in PREFIXES for a in range(3) if a == 0 or len(y) == 2]
 

@@ -17,10 +17,10 @@ pytestmark = pytest.mark.setting("grpo_rlhf")
 SMALL = dict(
     num_prompts=4, group_size=4, max_new_tokens=6, num_minibatches=2, update_epochs=2, total_steps=3, num_eval=6,
     eval_every=0, eval_samples=0, learning_rate=3e-3, warmup_steps=0, temperature=0.7, batch_tokens=60,
-    row_tokens=24, device="cpu",
+    row_tokens=16, device="cpu",
 )  # fmt: skip
 STOPS, MODELS, AGGREGATIONS = [1, 9], ["gpt2", "llama"], ["token", "sequence", "constant"]
-CUTS = [(0, 1), (0, 8192), (20, 45), (1024, 8192)]  # --row-tokens, --batch-tokens
+CUTS = [(0, 1), (0, 8192), (12, 45), (1024, 8192)]  # --row-tokens, --batch-tokens
 TRAPS = dict(top_k=2, top_p=0.8, temperature=0.3, do_sample=True, repetition_penalty=1.5, min_new_tokens=5)
 REWARDS = r'''
 import json, os, re

@@ -688,4 +688,6 @@ MUTANTS += [
     ("counts of one's own part", "B107", COUNTS, 'counts = batch["mask"][[i - first for i in samples.tolist() if first <= i < first + len(batch["mask"])]].sum(), len(samples), args.max_new_tokens', "test_processes_make_the_update"),
     ("all processes draw the same tokens", "B29", "stream = stream.spawn(rank)[-1] if rank else stream", "pass", "test_processes_sample"),
     # ---- vLLM ----
+    ("a long prompt is never shared", "", "max(prompts, default=0) + args.row_tokens", "args.row_tokens", "test_a_row_is_limited"),
+    ("rows are shared where they must not be", "", "args.row_tokens and max(prompts", "max(prompts", "test_a_row_is_limited"),
 ]  # fmt: skip
