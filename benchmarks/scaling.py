@@ -42,11 +42,16 @@ def language(scratch: str):
         f"--dataset {scratch}/prompts.jsonl --reward {scratch}/reward.py:mixed --num-eval 1 --eval-samples 0"
     )
     common += " --eval-every 0 --total-steps 4 --learning-rate 1e-9"
-    lengths = [("1M", 8, 32), ("1M", 8, 128), ("1M", 8, 512)]
-    for model, group, length in (*lengths, ("1M", 2, 128), ("1M", 32, 128), ("6M", 8, 128), ("37M", 8, 128)):
+    for model, group, length, row in (
+        ("1M", 8, 32, 256), ("1M", 8, 128, 256), ("1M", 8, 512, 256), ("1M", 2, 128, 256),
+        ("1M", 32, 128, 256), ("6M", 8, 32, 256), ("6M", 8, 32, 0), ("6M", 8, 128, 256),
+        ("37M", 8, 128, 256), ("37M", 8, 128, 960),
+    ):  # fmt: skip
         flags = ["--model", f"{scratch}/{model}", "--group-size", group, "--num-prompts", 32 // group]
         setting = f"{model} parameters, groups of {group}, {length} tokens"
-        yield "grpo_rlhf", setting, [*flags, "--max-new-tokens", length, *common.split()]
+        setting += f", --row-tokens {row}" if row != 256 else ""
+        flags += ["--max-new-tokens", length, "--row-tokens", row, *common.split()]
+        yield "grpo_rlhf", setting, flags
 
 
 def prepare(scratch: str) -> None:
