@@ -1,6 +1,7 @@
 """All four scripts for a few updates on a GPU: do they run, agree with the CPU, how fast, how much memory.
 
     bash benchmarks/gpu_check.sh                    # 8 minutes at most, no network; results/gpu/<device>.json
+    bash benchmarks/gpu_check.sh --scripts ppo_atari ppo_continuous      # in parts; the others' results stay
     DEVICE=cpu bash benchmarks/gpu_check.sh         # the same on a CPU, to try the check itself
 
 A variant that fails is a result too: its error stands in the file. Checkouts of CleanRL and LeanRL
@@ -45,7 +46,6 @@ VARIANTS = {  # script: flags of every run, flags of one update, {variant: flags
         {
             "fp32 compiled": [], "fp32 CUDA graphs": [GRAPHS], "fp32 eager": ["--no-compile"],
             "bf16 compiled": ["--bf16"], "bf16 CUDA graphs": ["--bf16", GRAPHS],
-            "bf16 eager": ["--bf16", "--no-compile"],
         },
     ),
     "grpo_rlhf": (
@@ -142,7 +142,7 @@ def main():
                 }
             if script in ENGINE and importlib.util.find_spec("vllm"):
                 vllm = [*ENGINE[script], "--rollout", "vllm"]
-                variants |= {"vLLM": vllm, "vLLM bfloat16": [*vllm, "--dtype", "bfloat16"]}
+                variants = variants | {"vLLM": vllm, "vLLM bfloat16": [*vllm, "--dtype", "bfloat16"]}
             for variant, extra in variants.items():
                 place = f"{script}-{variant.replace(' ', '-')}"
                 part = run(script, [*flags, *extra], args.device, place, scratch, end - time.perf_counter())
@@ -157,6 +157,8 @@ def main():
                     print(script, peer, found[peer], flush=True)
     path = HERE / "results" / "gpu" / f"{name.replace(' ', '-')}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists():
+        result["scripts"] = json.loads(path.read_text())["scripts"] | result["scripts"]
     path.write_text(json.dumps(result, indent=1) + "\n")
     print(f"written to {path.relative_to(HERE.parent)}")
 
