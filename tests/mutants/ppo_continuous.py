@@ -47,7 +47,6 @@ MUTANTS = [
 ]  # fmt: skip
 
 # functions that every script has
-KL = '{"k1": lambda: -d, "k2": lambda: d.square() / 2, "k3": lambda: torch.expm1(d) - d}[kind]()'  # fmt: skip
 
 MUTANTS += [
     # linear_schedule, minibatches

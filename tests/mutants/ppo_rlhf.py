@@ -755,7 +755,6 @@ MUTANTS = [
 ]
 
 # functions that every script has
-KL = '{"k1": lambda: -d, "k2": lambda: d.square() / 2, "k3": lambda: torch.expm1(d) - d}[kind]()'  # fmt: skip
 
 MUTANTS += [
     # linear_schedule, minibatches
@@ -821,10 +820,6 @@ def first(name):
     return FIVE.replace("batch[name][chosen]", f'batch[name][: len(chosen)] if name == "{name}" else batch[name][chosen]')  # fmt: skip
 
 
-def other(name):
-    return FIVE.replace("batch[name][chosen]", f'batch[name][chosen[::-1]] if name == "{name}" else batch[name][chosen]')  # fmt: skip
-
-
 MUTANTS += [
     # shape_rewards, KLController, preference_loss, token_advantages
     ("the score at the first token", "B67", LAST_2, "last = mask & (mask.cumsum(1) == 1)", "test_shape_rewards"),
@@ -871,7 +866,7 @@ MUTANTS += [
     ("explained variance with arguments exchanged", "B22", 'explained_variance(batch["values"][mask], batch["returns"][mask])', 'explained_variance(batch["returns"][mask], batch["values"][mask])', "test_metrics"),
     ("the normalisation has two copies of a prompt", "", "sampler, tokenizer, chosen, 1, args.temperature, eos_ids, functions, generator, args\n        )\n        norm", "sampler, tokenizer, chosen[::2], 2, args.temperature, eos_ids, functions, generator, args\n        )\n        norm", NUMBERS),
     # the update
-    *((f"{name} of the first rows", "B83, lm-human-preference-details 9825ce0", FIVE, first(key), PAIR) for name, key in (("old log-probabilities", "logps"), ("advantages", "advantages"), ("returns", "returns"), ("old values", "values"), ("sampler's log-probabilities", "sampled"))),
+    *((f"{name} of the first rows", "B83, lm-human-preference-details 9825ce0", FIVE, first(key), PAIR) for name, key in (("old log-probabilities", "logps"), ("advantages", "advantages"), ("returns", "returns"), ("old values", "values"))),
     ("the target KL may be half as much again", "B23", '> args.target_kl:', '> 1.5 * args.target_kl:', "test_the_kl_limit"),
     ("the policy stays in training mode", "B86, verl #4708", "    policy.eval()\n    critic.eval()\n", "    critic.eval()\n", CUT),
     ("the value model stays in training mode", "B86", "    policy.eval()\n    critic.eval()\n", "    policy.eval()\n", CUT),
@@ -899,5 +894,6 @@ MUTANTS += [
     ("weighed the other way round", "B116", "torch.exp(old - sampled)", "torch.exp(sampled - old)", "test_gradient_of_a_step"),
     ("the weight has no cap", "B116", ".clamp(max=args.importance_cap)", "", "test_gradient_of_a_step"),
     ("the weight is of the policy as it is now", "B116", "weight = torch.exp(old - sampled)", "weight = torch.exp(logp - sampled)", "test_gradient_of_a_step"),
+    ("sampler's log-probabilities of the first rows", "B83", FIVE, first("sampled"), "test_gradient_of_a_step"),
     ("the value loss is weighed too", "B116", "v_loss = masked_mean(value_loss", "v_loss = masked_mean(weight * value_loss", "test_gradient_of_a_step"),
 ]  # fmt: skip
