@@ -29,11 +29,12 @@ REWARD = "def mixed(prompts, texts, rows): return [float(i % 2) for i in range(l
 def robots(scratch: str):
     """(script, setting, flags) of the robots and games: the same samples an iteration."""
     for envs in (1, 8, 64):
-        yield "ppo_continuous", f"{envs} environment{'s' * (envs > 1)}", ["--num-envs", envs, "--num-steps", 2048 // envs,
-            "--total-timesteps", 2048 * 12, "--eval-episodes", 0]  # fmt: skip
+        flags = ["--num-envs", envs, "--num-steps", 2048 // envs, "--total-timesteps", 2048 * 12]
+        setting = f"{envs} environment{'s' * (envs > 1)}"
+        yield "ppo_continuous", setting, [*flags, "--eval-episodes", 0]
     for games in (4, 8, 32):
-        yield "ppo_atari", f"{games} games", ["--num-envs", games, "--num-steps", 1024 // games,
-            "--total-timesteps", 1024 * 6, "--eval-episodes", 0]  # fmt: skip
+        flags = ["--num-envs", games, "--num-steps", 1024 // games, "--total-timesteps", 1024 * 6]
+        yield "ppo_atari", f"{games} games", [*flags, "--eval-episodes", 0]
 
 
 def language(scratch: str):
