@@ -42,7 +42,7 @@ def noted(path, step, metrics):
     lines.append(metrics)
     peak.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
 ppo.write_metrics = noted
-ppo.main(ppo.parse_args(flags))
+ppo.main(ppo.command_line(flags))
 ends, lines = ends[1:-1], lines[1:-1]  # an evaluation is in the first and in the last
 seconds, cpu = ([b - a for a, b in zip(x, x[1:])] for x in zip(*ends))
 names = {"length": "charts/response_length", "rollout": "time/rollout", "update": "time/update",

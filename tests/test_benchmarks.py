@@ -1,7 +1,9 @@
 """The benchmark harness keeps what a run did, and the README says what the committed results say."""
 
+import ast
 import csv
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -60,3 +62,15 @@ def test_readme_tables_are_those_of_the_results():
     ]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("alias", ["grpo", "ppo"])
+def test_benchmarks_call_what_the_scripts_have(alias):
+    """A function that was renamed is renamed in the benchmarks too, also in the text that they run elsewhere."""
+    source = (BENCHMARKS.parent / f"{alias}_rlhf.py").read_text()
+    defined = {getattr(node, "name", None) for node in ast.parse(source).body}
+    used = {
+        path.name: set(re.findall(rf"\b{alias}\.(\w+)", path.read_text())) for path in BENCHMARKS.glob("*.py")
+    }
+    assert any(used.values())
+    assert {name: names - defined for name, names in used.items() if names - defined} == {}
