@@ -14,6 +14,7 @@ from test_loop_grpo import record as grpo_record
 from test_loop_grpo import world as grpo_world
 from test_loop_ppo import record as ppo_record
 from test_loop_ppo import world as ppo_world
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 __all__ = ["grpo_record", "grpo_world", "ppo_record", "ppo_world", "record"]  # fixtures, used by their names
 CONTINUOUS = pytest.mark.setting("ppo_continuous")
@@ -445,23 +446,20 @@ def test_greedy_responses_do_not_depend_on_the_batch_in_ppo(script, ppo_world, n
 
 def seeds_and_rates(script, train_one, monkeypatch):
     """Seeds of the generators that draw tokens and that shuffle, and the rates of all steps, for seeds 1 and 2."""
-    generate, cut, step = script.generate, script.minibatches, torch.optim.AdamW.step
+    generate, cut = script.generate, script.minibatches
     tokens, orders, rates, found = set(), set(), [], []
-
-    def adam(self, *inputs):
-        rates.extend(group["lr"] for group in self.param_groups)
-        return step(self, *inputs)
-
+    stepped = lambda optimizer, *_: rates.extend(group["lr"] for group in optimizer.param_groups)
     drawn = lambda *a: tokens.add(a[-1].initial_seed()) or generate(*a)
     shuffled = lambda *a: orders.add(a[-1].initial_seed()) or cut(*a)
     monkeypatch.setattr(script.module, "generate", drawn)
     monkeypatch.setattr(script.module, "minibatches", shuffled)
-    monkeypatch.setattr(torch.optim.AdamW, "step", adam)
+    hook = register_optimizer_step_pre_hook(stepped)
     for seed in (1, 2):
         train_one(seed=seed, run_name=str(seed))
         found.append((set(tokens), set(orders), list(rates)))
         for kept in (tokens, orders, rates):
             kept.clear()
+    hook.remove()
     return found
 
 

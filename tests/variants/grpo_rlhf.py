@@ -3,6 +3,9 @@
 TRACK = '''    track: bool = False
     """log to Weights & Biases as well (WANDB_MODE=offline needs no network)"""
 '''
+CHECK = """        if self.track and importlib.util.find_spec("wandb") is None:
+            raise UsageError("--track needs: pip install wandb")
+"""
 
 VARIANTS = [
     ("another loss with a weight of its own", "edited: Args", [
@@ -17,5 +20,5 @@ VARIANTS = [
         ("max_grad_norm: float = 1.0", "max_grad_norm: float = 0.3")]),
     ("one more reward function and one more metric", "", [('    "exact": exact_match, "number"', '    "short": lambda prompts, completions, rows: [-float(len(text)) for text in completions],\n    "exact": exact_match, "number"'),
         ('"losses/entropy": (entropy', '"charts/best": new["rewards"].nan_to_num(-9.0).amax().item(),\n            "losses/entropy": (entropy')]),
-    ("no W&B", "has no flag track", [(TRACK, ""), ("args.track", "False")]),
+    ("no W&B", "has no flag track", [(TRACK, ""), ("args.track", "False"), (CHECK, "")]),
 ]  # fmt: skip
