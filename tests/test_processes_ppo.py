@@ -161,7 +161,7 @@ def together(script, folder, size, jobs):
 
 
 def flags_of(script, world, name, **flags):  # noqa: F811
-    return vars(arguments(script, world, **flags)) | {"run_name": name}
+    return vars(arguments(script, world, **flags)) | script.new_terms_off() | {"run_name": name}
 
 
 def fixed_runs(script, world):  # noqa: F811
