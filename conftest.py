@@ -204,8 +204,9 @@ class Script:
         return {name: value for name, value in flags.items() if self.has_flag(name)}
 
     def words(self, **flags) -> list[str]:
-        """The same for the command line, where a copy's own defaults would count."""
-        ours = {name: getattr(self.original.Args(), name) for name in self.other_defaults}
+        """The same for the command line, where a copy's own defaults would count; a resumed run has them."""
+        ours = () if "resume" in flags else self.other_defaults
+        ours = {name: getattr(self.original.Args(), name) for name in ours}
         flags = {name: value for name, value in ours.items() if value is not None} | flags
         words = []
         for name, value in self.flags(**flags).items():

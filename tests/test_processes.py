@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 import torch
 
+import conftest
+
 ROBOTS = pytest.mark.setting("ppo_continuous", "ppo_atari")
 LOAD = """
-import importlib.util, os, sys, torch, numpy as np, torch.distributed as dist
-spec = importlib.util.spec_from_file_location("script", sys.argv[1])
-script = importlib.util.module_from_spec(spec)
-sys.modules["script"] = script
-spec.loader.exec_module(script)
+import os, pathlib, sys, torch, numpy as np, torch.distributed as dist
+import conftest
+script = conftest.Script(pathlib.Path(sys.argv[1])).module  # a copy, with our defaults
 torch.set_num_threads(1)
 rank, size = script.join_processes(torch.device("cpu"))
 """
@@ -38,6 +38,7 @@ def start(tmp_path, processes, file, *words, launch=None, out="out"):
     run = ["-m", "torch.distributed.run", *launch] if processes > 1 else []
     command = [sys.executable, *run, str(file), *map(str, words)]
     env = os.environ | {"OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    env["PYTHONPATH"] = str(conftest.ROOT)
     out = open(tmp_path / out, "w+")
     return subprocess.Popen(command, cwd=tmp_path, env=env, stdout=out, stderr=subprocess.STDOUT), out
 
