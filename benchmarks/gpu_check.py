@@ -11,7 +11,6 @@ ppo_continuous.py; vLLM beside the language scripts' own sampling, where it is i
 
 import argparse
 import importlib.util
-import itertools
 import json
 import os
 import re
@@ -21,7 +20,9 @@ import tempfile
 import time
 from pathlib import Path
 
+import numpy as np
 import torch
+from speed import WITH_ALE
 
 HERE = Path(__file__).resolve().parent
 BUDGET = 480  # seconds for everything
@@ -75,9 +76,6 @@ PEERS = {  # name: folder in its checkout, {script: file, flags}
         "ppo_continuous": ["ppo_continuous_action_torchcompile.py", "--compile", "--cudagraphs"],
     }),
 }  # fmt: skip
-WITH_ALE = (
-    "import ale_py, runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
-)
 
 
 def run(script: str, flags: list[str], device: str, name: str, scratch: str, left: float) -> dict:
@@ -165,15 +163,15 @@ def main():
 
 def files() -> dict[str, str]:
     """What the runs with vLLM read: prompts of the two built-in tasks, and a reward."""
-    numbers = [f"{i * 7919 % 10**6:06d}" for i in range(1, 1500)]
-    rows = [{"prompt": number + "=", "answer": "".join(sorted(number))} for number in numbers]
-    words = ("old young tall small quiet", "farmer king child dog baker sailor", "sees meets follows calls")
-    words = itertools.product(*(kind.split() for kind in words))
-    starts = [{"prompt": f" the {adjective} {noun} {verb} the"} for adjective, noun, verb in words]
-    return {
-        "sort.jsonl": "".join(json.dumps(row) + "\n" for row in rows),
-        "world.jsonl": "".join(json.dumps(row) + "\n" for row in starts),
-        "short.py": "def short(prompts, completions, rows): return [-float(len(c)) for c in completions]\n",
+    sys.path.insert(0, str(HERE.parent))
+    import grpo_rlhf as grpo
+    import ppo_rlhf as ppo
+
+    rng = np.random.default_rng(0)
+    rows = {"sort.jsonl": grpo.sort_rows(1500, rng), "world.jsonl": ppo.prompts_of(ppo.Args(), rng)[0][:1500]}
+    found = {name: "".join(json.dumps(row) + "\n" for row in part) for name, part in rows.items()}
+    return found | {
+        "short.py": "def short(prompts, texts, rows): return [-float(len(text)) for text in texts]\n"
     }
 
 

@@ -212,10 +212,8 @@ def process(rank, size, port, path, world, folder, jobs):
     torch.set_num_threads(1)
     copy = Script(path)  # with our defaults
     module = copy.module
-    module.flags, module.new_terms_off = (
-        copy.flags,
-        copy.new_terms_off,
-    )  # what test_loop_grpo.py asks a script for
+    for name in ("flags", "new_terms_off"):  # what the fixtures of test_loop_grpo.py ask a script for
+        setattr(module, name, getattr(copy, name))
     found = {}
     for job in jobs:
         try:
@@ -295,7 +293,7 @@ def test_processes_make_the_update_of_one(script, world, crews, size, name):
 def without_clock(metrics):
     """The metrics that must be of all processes; one that a copy adds may be of each."""
     charts = "reward flat_groups response_length eos_share unscored tokens rounds learning_rate".split()
-    kept = ("losses/", "eval/", "step", *(f"charts/{name}" for name in charts))
+    kept = ("losses/", "eval/", "step", "folder", *(f"charts/{name}" for name in charts))
     return {name: value for name, value in metrics.items() if name.startswith(kept)}
 
 
