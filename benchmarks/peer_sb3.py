@@ -39,14 +39,15 @@ class Record(BaseCallback):
 
     def __init__(self):
         super().__init__()
-        self.rows, self.scores, self.recent, self.start = [], [], collections.deque(maxlen=100), None
+        self.rows, self.scores, self.recent = [], [], collections.deque(maxlen=100)
+        self.start = self.cpu = None
 
     def _on_step(self) -> bool:
         self.scores += [info["episode"]["r"] for info in self.locals["infos"] if "episode" in info]
         return True
 
     def _on_rollout_start(self):  # comes after the update of the rollout before
-        self.start = self.start or time.perf_counter()
+        self.start, self.cpu = self.start or time.perf_counter(), self.cpu or time.process_time()
         if self.num_timesteps:
             self._on_training_end()
 
@@ -55,7 +56,8 @@ class Record(BaseCallback):
         step, seconds = self.num_timesteps, time.perf_counter() - self.start
         scores = {"charts/episodic_return": self.scores, "charts/episodic_return_100": self.recent}
         means = {key: float(np.mean(values)) for key, values in scores.items() if values}
-        self.rows.append({"step": step, "charts/SPS": step / seconds} | means)
+        cpu = {"time/cpu": time.process_time() - self.cpu}
+        self.rows.append({"step": step, "charts/SPS": step / seconds} | cpu | means)
         self.scores = []
 
 

@@ -6,8 +6,9 @@
 
 Everything after `--` goes to the script. A task is the script's --env-id; for a script without that flag it
 only names the folder of the results, and the completions of the first and last evaluation are kept too.
-A finished run is not repeated; a failed one is named at the end. Results:
-benchmarks/results/<script>/<task>/<variant->seed<k>.csv, and .json with flags, versions, file hash.
+A finished run is not repeated; a failed one is named at the end. A text of this repository that differs from
+its commit is refused: its results could not be traced. Results:
+benchmarks/results/<script>/<task>/<variant->seed<k>.csv, and .json with flags, versions, file hash, commit.
 """
 
 import argparse
@@ -24,7 +25,7 @@ from pathlib import Path
 RESULTS = Path(__file__).parent / "results"
 COLUMNS = (
     "step", "charts/episodic_return_100", "charts/episodic_return", "eval/episodic_return", "charts/SPS",
-    "losses/approx_kl", "losses/entropy", "losses/explained_variance",
+    "losses/approx_kl", "losses/entropy", "losses/explained_variance", "time/cpu",
 )  # fmt: skip
 LANGUAGE_COLUMNS = (  # those that a script has
     "step", "charts/reward", "eval/greedy", "eval/pass@1", "eval/pass@8", "charts/flat_groups",
@@ -44,7 +45,21 @@ def thin(rows: list[dict]) -> list[dict]:
     return [r for i, r in enumerate(rows, 1) if i % stride == 0 or i == len(rows) or evaluated & r.keys()]
 
 
-def run(script: Path, results: Path, task: str, seed: int, variant: str, flags: list[str]) -> str | None:
+def commit_of(script: Path) -> str | None:
+    """The commit that holds this text of the script; None for a file that git does not track."""
+    git = lambda *words: subprocess.run(
+        ["git", "-C", script.parent, *words], capture_output=True, text=True
+    ).stdout.strip()
+    if not git("ls-files", script):
+        return None
+    if git("status", "--porcelain", script):
+        sys.exit(f"{script.name} differs from its commit: commit it, or copy it to another name")
+    return git("log", "-1", "--format=%H", "--", script)
+
+
+def run(
+    script: Path, results: Path, task: str, seed: int, variant: str, flags: list[str], commit
+) -> str | None:
     """Run one seed in a scratch folder; returns an error text, or None."""
     stem = results / script.stem / task.replace("/", "-") / f"{variant + '-' if variant else ''}seed{seed}"
     if stem.with_name(stem.name + ".csv").exists():
@@ -63,7 +78,7 @@ def run(script: Path, results: Path, task: str, seed: int, variant: str, flags: 
         rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         config = (folder / "config.json").read_text().replace(str(Path.cwd()), ".")
         flags = [flag.replace(str(Path.cwd()), ".") for flag in flags]
-        config = {**json.loads(config), "flags": flags, "seconds": round(seconds, 1)}
+        config = {**json.loads(config), "flags": flags, "seconds": round(seconds, 1), "commit": commit}
         completions = folder / "completions.jsonl"
         said = [json.loads(x) for x in completions.read_text().splitlines()] if completions.exists() else []
     stem.parent.mkdir(parents=True, exist_ok=True)
@@ -103,9 +118,12 @@ def main():
     cut = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     args, flags = parser.parse_args(sys.argv[1:cut]), sys.argv[cut + 1 :]
     script, results = args.script.resolve(), args.results.resolve()
+    commit = commit_of(script)
     with concurrent.futures.ThreadPoolExecutor(args.workers) as pool:
         runs = [(task, seed) for seed in args.seeds for task in args.tasks]
-        jobs = [pool.submit(run, script, results, *task_seed, args.variant, flags) for task_seed in runs]
+        jobs = [
+            pool.submit(run, script, results, *task_seed, args.variant, flags, commit) for task_seed in runs
+        ]
         errors = [error for job in jobs if (error := job.result())]
     if errors:
         sys.exit("\n".join(errors))
