@@ -39,16 +39,18 @@ import json
 import math
 import os
 import platform
+import re
 import signal
 import sys
 import time
-import weakref
+import traceback
+import typing
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import gymnasium as gym
+import imageio
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -63,93 +65,89 @@ SCRIPT = "ppo_continuous"
 # ---- 1. Arguments ------------------------------------------------------------------------------------------
 
 
-class UsageError(ValueError):
+class UsageError(Exception):
     """A fault of the command line, a file, an environment or a model, told in one sentence."""
+
+
+class told(contextlib.AbstractContextManager):
+    """A context in which whatever is raised becomes one sentence: the fault, what was raised, and where."""
+
+    def __init__(self, fault: str):
+        self.fault = fault
+
+    def __exit__(self, kind, error, trace):
+        if isinstance(error, Exception) and not isinstance(error, (UsageError, FloatingPointError)):
+            place, words = traceback.extract_tb(trace)[-1], " ".join(str(error).split())[:400]
+            where = f"({Path(place.filename).name}:{place.lineno})"
+            raise UsageError(f"{self.fault}: {kind.__name__}: {words} {where}") from error
+
+
+Natural = Annotated[int, "must be at least 1", lambda x: x >= 1]
+NotNegative = Annotated[int, "must not be negative", lambda x: x >= 0]
+Weight = Annotated[float, "must not be negative", lambda x: 0 <= x < math.inf]
+Positive = Annotated[float, "must be positive and finite", lambda x: 0 < x < math.inf]
+Fraction = Annotated[float, "must lie in [0, 1]", lambda x: 0 <= x <= 1]
+LogStd = Annotated[float, "must lie in [-20, 20]", lambda x: -20 <= x <= 20]
+
+
+def check_flags(args) -> None:
+    """The rule in each flag's type, and the rules that all scripts share."""
+    for field in dataclasses.fields(args):
+        value, flag = getattr(args, field.name), f"--{field.name.replace('_', '-')}"
+        for kind in (field.type, *typing.get_args(field.type)):
+            rule, holds = getattr(kind, "__metadata__", ("", lambda x: True))
+            if value is not None and not holds(value):
+                raise UsageError(f"{flag} {value} {rule}")
+        if field.name in ("run_name", "start_from") and None not in (value, args.resume):
+            raise UsageError(f"{flag} {value} contradicts --resume {args.resume}")
+    if args.run_name is not None and Path(args.run_name).name != args.run_name:
+        raise UsageError(f"--run-name {args.run_name} must be the name of a folder under runs/")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device cuda: there is no CUDA device")
+    if args.track and importlib.util.find_spec("wandb") is None:
+        raise UsageError("--track needs: pip install wandb")
 
 
 @dataclass
 class Args:
     """Proximal policy optimisation for continuous control, in one file."""
 
-    env_id: str = "HalfCheetah-v5"
-    """gymnasium environment with a Box action space"""
-    total_timesteps: int = 1_000_000
-    """environment steps over all environments, rounded up to whole iterations"""
-    num_envs: int = 1
-    """environments stepped in turn"""
-    num_steps: int = 2048
-    """steps of each environment in a rollout"""
-    num_minibatches: int = 32
-    """minibatches an epoch"""
-    update_epochs: int = 10
-    """passes over a rollout"""
-    learning_rate: float = 3e-4
-    """Adam's step size"""
-    anneal_lr: bool = True
-    """decay the learning rate linearly to zero"""
-    gamma: float = 0.99
-    """discount factor"""
-    gae_lambda: float = 0.95
-    """lambda of generalised advantage estimation"""
-    clip_coef: float = 0.2
-    """epsilon of the clipped surrogate, and of the clipped value loss"""
-    clip_vloss: bool = True
-    """clip the value loss around the rollout's values"""
-    norm_adv: bool = True
-    """normalise advantages within a minibatch"""
-    ent_coef: float = 0.0
-    """weight of the entropy bonus (entropy of the Gaussian, before any squashing)"""
-    vf_coef: float = 0.5
-    """weight of the value loss"""
-    max_grad_norm: float = 0.5
-    """largest norm of a minibatch's gradient"""
-    target_kl: float | None = None
-    """end an update before the step at which the approximate KL (nats) exceeds this"""
-    log_std_init: float = -1.0
-    """initial log standard deviation of the policy, in units of the action bounds (CleanRL and SB3: 0)"""
-    action_bounds: Literal["clip", "tanh"] = "clip"
-    """clip: the environment receives the clipped sample; tanh: the policy itself is squashed"""
-    seed: int = 1
-    """seed of all random streams"""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """where the networks live; auto takes cuda if there is one"""
-    compile: bool = True
-    """compile the minibatch gradient (falls back to eager mode without a C++ compiler)"""
-    eval_every: int = 0
-    """evaluate every so many steps; 0: only at the end"""
-    eval_episodes: int = 10
-    """episodes of an evaluation: deterministic mean action, frozen statistics, own seeds; 0: none"""
-    save_every: int = 25
-    """iterations between two checkpoints"""
-    run_name: str | None = None
-    """folder under runs/; default: environment, script, seed and time"""
-    resume: Path | None = None
-    """continue the run in this folder, with its flags"""
-    eval_checkpoint: Path | None = None
-    """do not train: evaluate this checkpoint.pt"""
-    video: Path | None = None
-    """film the evaluation of --eval-checkpoint into this .gif or .mp4"""
-    track: bool = False
-    """log to Weights & Biases as well (WANDB_MODE=offline needs no network)"""
-    wandb_project_name: str = "ppo-verified"
-    """W&B project (the team comes from WANDB_ENTITY)"""
+    env_id: str = "HalfCheetah-v5"  # gymnasium environment with a Box action space, or module:NAME
+    env_kwargs: str = "{}"  # arguments of the environment, as JSON: '{"forward_reward_weight": 2}'
+    total_timesteps: Natural = 1_000_000  # environment steps of all environments, rounded up to iterations
+    num_envs: Natural = 1  # environments stepped in turn
+    num_steps: Natural = 2048  # steps of each environment in a rollout
+    num_minibatches: Natural = 32  # minibatches an epoch
+    update_epochs: Natural = 10  # passes over a rollout
+    learning_rate: Positive = 3e-4  # Adam's step size
+    anneal_lr: bool = True  # decay the learning rate linearly to zero
+    gamma: Fraction = 0.99  # discount factor
+    gae_lambda: Fraction = 0.95  # lambda of generalised advantage estimation
+    clip_coef: Positive = 0.2  # epsilon of the clipped surrogate, and of the clipped value loss
+    clip_vloss: bool = True  # clip the value loss around the rollout's values
+    norm_adv: bool = True  # normalise advantages within a minibatch
+    ent_coef: Weight = 0.0  # weight of the entropy bonus (of the Gaussian, before any squashing)
+    vf_coef: Weight = 0.5  # weight of the value loss
+    max_grad_norm: Positive = 0.5  # largest norm of a minibatch's gradient
+    target_kl: Positive | None = None  # end an update before the step where the approximate KL exceeds it
+    log_std_init: LogStd = -1.0  # initial log deviation, in units of the action bounds (CleanRL, SB3: 0)
+    action_bounds: Literal["clip", "tanh"] = "clip"  # the environment gets the clipped, or a squashed, sample
+    seed: NotNegative = 1  # seed of all random streams
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # of the networks; auto takes cuda if there is one
+    compile: bool = True  # compile the minibatch gradient (eager mode without a C++ compiler)
+    eval_every: NotNegative = 0  # evaluate every so many steps; 0: only at the end
+    eval_episodes: NotNegative = 10  # episodes of an evaluation: mean action, frozen statistics; 0: none
+    save_every: Natural = 25  # iterations between two checkpoints
+    run_name: str | None = None  # folder under runs/; default: environment, script, seed and time
+    resume: Path | None = None  # go on with the run in this folder, which only --total-timesteps may change
+    start_from: Path | None = None  # begin a new run with the weights and statistics of this checkpoint
+    eval_checkpoint: Path | None = None  # do not train: evaluate this checkpoint
+    video: Path | None = None  # film the first episode of --eval-checkpoint into this .gif
+    track: bool = False  # log to Weights & Biases as well (WANDB_MODE=offline needs no network)
+    wandb_project_name: str = "ppo-verified"  # W&B project (the team comes from WANDB_ENTITY)
 
     def __post_init__(self):
-        at_least_one = "total_timesteps num_envs num_steps num_minibatches update_epochs save_every".split()
-        for name, value in vars(self).items():
-            if not isinstance(value, (int, float)) or isinstance(value, bool):
-                continue
-            rule, holds = "must not be negative", 0 <= value < math.inf
-            if name in at_least_one:
-                rule, holds = "must be at least 1", value >= 1
-            elif name in ("learning_rate", "clip_coef", "max_grad_norm", "target_kl"):
-                rule, holds = "must be positive and finite", 0 < value < math.inf
-            elif name in ("gamma", "gae_lambda"):
-                rule, holds = "must lie in [0, 1]", 0 <= value <= 1
-            elif name == "log_std_init":
-                rule, holds = "must lie in [-20, 20]", -20 <= value <= 20
-            if not holds:
-                raise UsageError(f"--{name.replace('_', '-')} {value} {rule}")
+        check_flags(self)
         if self.batch_size % self.num_minibatches:
             raise UsageError(
                 f"--num-envs {self.num_envs} x --num-steps {self.num_steps} = {self.batch_size} samples "
@@ -157,24 +155,16 @@ class Args:
             )
         if self.norm_adv and self.batch_size == self.num_minibatches:
             raise UsageError("minibatches of one sample cannot be normalised: use fewer, or --no-norm-adv")
-        if self.video is not None and self.eval_checkpoint is None:
-            raise UsageError(f"--video {self.video} needs --eval-checkpoint")
-        if self.video is not None and Path(self.video).suffix not in (".gif", ".mp4"):
-            raise UsageError(f"--video {self.video} must end in .gif or .mp4")
-        if self.run_name is not None and Path(self.run_name).name != self.run_name:
-            raise UsageError(f"--run-name {self.run_name} must be the name of a folder under runs/")
-        if self.track and importlib.util.find_spec("wandb") is None:
-            raise UsageError("--track needs: pip install wandb")
-        if self.run_name is not None and self.resume is not None:
-            raise UsageError(f"--run-name {self.run_name} contradicts --resume {self.resume}")
+        if self.video is not None and (self.eval_checkpoint is None or self.video.suffix != ".gif"):
+            raise UsageError(f"--video {self.video} must end in .gif and needs --eval-checkpoint")
+        if self.video is not None and not self.video.parent.is_dir():
+            raise UsageError(f"--video {self.video}: there is no folder {self.video.parent}")
+        if self.eval_checkpoint is not None and not self.eval_episodes:
+            raise UsageError("--eval-checkpoint needs --eval-episodes of at least 1")
 
     @property
     def batch_size(self) -> int:
         return self.num_envs * self.num_steps
-
-    @property
-    def task_name(self) -> str:
-        return self.env_id.replace("/", "-")
 
     @property
     def num_iterations(self) -> int:
@@ -298,19 +288,6 @@ class RunningNorm:
         """(x - mean) / std, clipped to [-10, 10]; does not update. (n, *shape) -> float32."""
         return np.minimum(np.maximum((x - self.mean) / self.std, -10.0), 10.0).astype(np.float32)
 
-    def moments(self):
-        """Count, sum and sum of squares, in one vector."""
-        total, square = self.count * self.mean, self.m2 + self.count * self.mean**2
-        return np.concatenate([[self.count], np.ravel(total), np.ravel(square)])
-
-    def merge(self, before):
-        """Add what the other processes saw since all had the moments `before`."""
-        if dist.is_initialized():
-            new = sum_over_processes(torch.from_numpy(self.moments() - before)).numpy() + before
-            self.count = int(new[0])
-            mean, square = (x.reshape(np.shape(self.mean))[()] / self.count for x in np.split(new[1:], 2))
-            self.mean, self.m2 = mean, (square - mean**2) * self.count
-
     def state_dict(self):
         return {"count": self.count, "mean": torch.tensor(self.mean), "m2": torch.tensor(self.m2)}
 
@@ -329,10 +306,12 @@ def layer_init(layer: nn.Module, gain: float = math.sqrt(2)) -> nn.Module:
 
 
 class Agent(nn.Module):
-    """Separate actor and critic; the deviation does not depend on the state. Change the network only here."""
+    """Separate actor and critic, and the policy's distribution: a Gaussian whose deviation does not depend on
+    the state, squashed by tanh if asked. Change network and distribution only here."""
 
-    def __init__(self, obs_dim: int, action_dim: int, log_std_init: float):
+    def __init__(self, obs_dim: int, action_dim: int, log_std_init: float = 0.0, squashed: bool = False):
         super().__init__()
+        self.squashed = squashed
         self.critic = nn.Sequential(
             layer_init(nn.Linear(obs_dim, 64)), nn.Tanh(), layer_init(nn.Linear(64, 64)), nn.Tanh(),
             layer_init(nn.Linear(64, 1), 1.0),
@@ -343,24 +322,43 @@ class Agent(nn.Module):
         )  # fmt: skip
         self.log_std = nn.Parameter(torch.full((action_dim,), log_std_init))  # [D11]
 
+    def acting(self, rng=None, num_steps: int = 0, num_envs: int = 1):
+        """The policy with its present weights, a function of numpy arrays: obs (N, obs_dim) -> sample to be
+        stored, and action for the environment in units of its bounds [D4], (N, A) each.
+
+        The noise of all steps is drawn from `rng` at once; without it the sample is the mean.
+        """
+        mean, std = numpy_forward(self.actor), self.log_std.detach().exp().cpu().numpy()
+        size = (num_steps, num_envs, len(std))
+        noise = None if rng is None else iter(rng.standard_normal(size, dtype=np.float32))
+
+        def act(obs):
+            sample = mean(obs) if noise is None else mean(obs) + std * next(noise)
+            return sample, np.tanh(sample) if self.squashed else sample
+
+        return act
+
+    def evaluate(self, obs, sample):
+        """Log-probability and entropy of stored samples, and values. (M, obs_dim), (M, A) -> (M,) each."""
+        logp, entropy = gaussian_logp_entropy(self.actor(obs), self.log_std, sample)
+        if self.squashed:
+            logp = logp - tanh_log_det(sample)
+        return logp, entropy, self.value(obs)
+
     def value(self, obs):
         """(M, obs_dim) -> (M,)."""
         return self.critic(obs).squeeze(-1)
 
-    def forward(self, obs):
-        """(M, obs_dim) -> mean (M, A), log_std (A,), value (M,)."""
-        return self.actor(obs), self.log_std, self.value(obs)
-
 
 def numpy_forward(net: nn.Module):
-    """`net` as a function of numpy arrays. A stack of Linear and Tanh on the CPU runs in numpy on the same
-    memory, which saves torch's cost of a call (10x for one observation); other networks run in torch."""
+    """`net` with its present weights as a function of numpy arrays: a stack of Linear and Tanh runs in numpy,
+    which saves torch's cost of a call (10x for one observation) and a wait for the GPU; others in torch."""
     device, kinds = next(net.parameters()).device, {type(layer) for layer in net.children()}
-    if device.type != "cpu" or type(net) is not nn.Sequential or kinds - {nn.Linear, nn.Tanh}:
-        return lambda x: net(torch.as_tensor(x, device=device)).cpu().numpy()
+    if type(net) is not nn.Sequential or kinds - {nn.Linear, nn.Tanh}:
+        return lambda x: net(torch.as_tensor(x, device=device)).detach().cpu().numpy()
     weights = []
     for layer in net:
-        weight, bias, *_ = [p.detach().numpy() for p in layer.parameters()] + [None, 0.0]
+        weight, bias, *_ = [p.detach().cpu().numpy() for p in layer.parameters()] + [None, 0.0]
         weights.append(None if weight is None else (weight.T, bias))
 
     def forward(x):
@@ -371,72 +369,74 @@ def numpy_forward(net: nn.Module):
     return forward
 
 
-def flatten_parameters(module: nn.Module) -> torch.Tensor:
-    """Move all parameters into one vector of which they become views: one norm, one step, one all-reduce."""
-    flat = nn.utils.parameters_to_vector(module.parameters()).detach()
-    nn.utils.vector_to_parameters(flat, module.parameters())
-    return flat
-
-
 # ---- 4. Environment ----------------------------------------------------------------------------------------
 
 
-def make_env(env_id: str, render_mode: str | None = None) -> gym.Env:
-    """The environment with flat Box observations and Box actions, its time limit kept."""
-    try:
-        env = gym.make(env_id, **({} if render_mode is None else {"render_mode": render_mode}))
-    except (gym.error.Error, ImportError) as error:
-        raise UsageError(f"--env-id {env_id}: {error}") from error
-    for name, space in (("action", env.action_space), ("observation", env.observation_space)):
-        if not isinstance(space, gym.spaces.Box):
-            raise UsageError(f"--env-id {env_id}: its {name} space is {space}, this script needs a Box")
-    return env if len(env.observation_space.shape) == 1 else gym.wrappers.FlattenObservation(env)
-
-
 class Env:
-    """One environment with its seeds, score and episode so far.
+    """One environment with its seeds, score and episode so far; observations are flat and float64.
 
     Every episode has a seed of its own, so a checkpoint can restore the simulator by replaying the episode.
     """
 
-    def __init__(self, args: Args, seed: np.random.SeedSequence, render_mode: str | None = None):
-        self.env, self.rng = make_env(args.env_id, render_mode), np.random.default_rng(seed)
-        space, self.tanh = self.env.action_space, args.action_bounds == "tanh"
-        bounded = np.maximum(np.abs(space.low), np.abs(space.high)) < 1e6
-        if self.tanh and not bounded.all():
+    def __init__(self, args: Args, seed: np.random.SeedSequence):
+        self.rng, self.fault = np.random.default_rng(seed), told(f"--env-id {args.env_id}")
+        sys.path += [] if os.getcwd() in sys.path else [os.getcwd()]  # where module:NAME is looked for
+        with self.fault:
+            render = {} if args.video is None else {"render_mode": "rgb_array"}
+            if render and "DISPLAY" not in os.environ:
+                os.environ.setdefault("MUJOCO_GL", "egl")  # renders without a screen
+            self.env = gym.make(args.env_id, **json.loads(args.env_kwargs), **render)
+        space = self.env.action_space
+        for name, which in (("action", space), ("observation", self.env.observation_space)):
+            if not isinstance(which, gym.spaces.Box):
+                raise UsageError(f"--env-id {args.env_id}: its {name} space is {which}, not a Box")
+        self.low, self.high = space.low.astype(float), space.high.astype(float)
+        bounded = np.isfinite(self.low) & np.isfinite(self.high)
+        if args.action_bounds == "tanh" and not bounded.all():
             raise UsageError(f"--action-bounds tanh needs finite bounds, {args.env_id} has {space}")
-        low, high = np.where(bounded, space.low, -1.0).ravel(), np.where(bounded, space.high, 1.0).ravel()
-        self.center, self.half = (low + high) / 2, (high - low) / 2
-        self.limit = np.where(bounded, 1.0, np.inf).ravel()
+        self.center, self.half = np.zeros(space.shape), np.ones(space.shape)  # where a side is open
+        self.center[bounded] = (self.low + self.high)[bounded] / 2
+        self.half[bounded] = (self.high - self.low)[bounded] / 2
+        self.obs_dim, self.action_dim = self.env.observation_space.low.size, space.low.size
+
+    def read(self, obs):
+        """An observation, of whatever type, as the flat float64 vector that its space promises."""
+        obs = np.asarray(obs, np.float64)
+        if obs.shape != self.env.observation_space.shape:
+            raise ValueError(f"an observation has shape {obs.shape}, its space {self.env.observation_space}")
+        return obs.ravel()
 
     def reset(self, seed: int | None = None):
         self.episode_seed = int(self.rng.integers(2**31)) if seed is None else seed
         self.actions, self.score, self.discounted = [], 0.0, 0.0
-        self.obs, _ = self.env.reset(seed=self.episode_seed)
-
-    def to_env(self, action):
-        """Policy units to environment units [D4]; the stored sample is never changed. (A,) -> (A,)."""
-        action = np.tanh(action) if self.tanh else np.minimum(np.maximum(action, -self.limit), self.limit)
-        return (self.center + self.half * action).astype(np.float32).reshape(self.env.action_space.shape)
+        with self.fault:
+            self.obs = self.read(self.env.reset(seed=self.episode_seed)[0])
 
     def step(self, action):
-        """Returns reward, terminated, truncated; the state really reached is in `obs` until `reset`. [D2]"""
-        action = self.to_env(action)
-        self.obs, reward, terminated, truncated, _ = self.env.step(action)
+        """An action in units of the bounds; returns reward, terminated, truncated. [D2]
+
+        The state really reached is in `obs` until `reset`.
+        """
+        action = self.center + self.half * action.reshape(self.center.shape)
+        action = np.minimum(np.maximum(action, self.low), self.high).astype(self.env.action_space.dtype)
+        with self.fault:
+            obs, reward, terminated, truncated, _ = self.env.step(action)
+            self.obs, reward = self.read(obs), float(reward)
         self.actions.append(action)
-        self.score += float(reward)
-        return float(reward), bool(terminated), bool(truncated)
+        self.score += reward
+        return reward, bool(terminated), bool(truncated)
 
     def state_dict(self):
-        actions, obs = torch.from_numpy(np.array(self.actions, np.float32)), torch.tensor(self.obs)
         rng, episode = json.dumps(self.rng.bit_generator.state), (self.score, self.discounted)
+        actions, obs = (torch.from_numpy(np.array(x)) for x in (self.actions, self.obs))
         return {"rng": rng, "seed": self.episode_seed, "actions": actions, "obs": obs, "episode": episode}
 
     def load_state_dict(self, state):
         self.rng.bit_generator.state = json.loads(state["rng"])
         self.reset(state["seed"])
         for action in state["actions"].numpy():
-            self.obs, *_ = self.env.step(action)
+            with self.fault:
+                self.obs = self.read(self.env.step(action)[0])
             self.actions.append(action)
         self.score, self.discounted = state["episode"]
         if not np.array_equal(self.obs, state["obs"].numpy()):
@@ -444,19 +444,28 @@ class Env:
             self.reset()
 
 
+LONGEST_EVALUATION = 100_000  # steps, for an environment without an end
+
+
 @torch.no_grad()
-def evaluate(agent: Agent, obs_norm: RunningNorm, env: Env, args: Args, frames: list | None = None) -> dict:
-    """Mean action, frozen statistics, raw rewards, the same seeds each time. Appends pictures to `frames`."""
-    act, scores, lengths = numpy_forward(agent.actor), [], []
+def evaluate(agent: Agent, obs_norm: RunningNorm, env: Env, args: Args) -> dict:
+    """Mean action, frozen statistics, raw rewards, the same seeds each time; films the first episode."""
+    act, scores, lengths, film = agent.acting(), [], [], []
     for seed in streams(args.seed)[3].generate_state(args.eval_episodes):
         env.reset(int(seed))
-        terminated = truncated = False
-        while not (terminated or truncated):
-            if frames is not None:
-                frames.append(env.env.render())
-            _, terminated, truncated = env.step(act(obs_norm.normalize(env.obs[None]))[0])
+        done = False
+        while not done and len(env.actions) < LONGEST_EVALUATION:
+            if args.video is not None and not scores and len(env.actions) % 2 == 0:
+                film.append(env.env.render())
+            _, terminated, truncated = env.step(act(obs_norm.normalize(env.obs[None]))[1][0])
+            done = terminated or truncated
+        if not done:
+            print(f"an episode of the evaluation was cut off after {LONGEST_EVALUATION:,} steps")
         scores.append(env.score)
         lengths.append(len(env.actions))
+    if args.video is not None:
+        with told(f"--video {args.video}"):
+            imageio.mimsave(args.video, film, fps=env.env.metadata.get("render_fps", 30) / 2)
     return {
         "eval/episodic_return": float(np.mean(scores)),
         "eval/episodic_return_std": float(np.std(scores)),
@@ -468,24 +477,22 @@ def evaluate(agent: Agent, obs_norm: RunningNorm, env: Env, args: Args, frames: 
 
 
 @torch.no_grad()
-def rollout(agent, envs, obs_norm, return_norm, rng, args, device, own=slice(None)):
+def rollout(agent, envs, obs_norm, return_norm, rng, args):
     """T steps of N environments: a dict of (T, N, ...) tensors, and (score, length) of the ended episodes."""
-    T, N, act = args.num_steps, len(envs), numpy_forward(agent.actor)
-    std = agent.log_std.exp().cpu().numpy()
-    before = [norm.moments() for norm in (obs_norm, return_norm)]
-    noise = rng.standard_normal((T, args.num_envs, len(std)), dtype=np.float32)[:, own]
-    obs = np.empty((T + 1, N, obs_norm.mean.size), np.float32)
+    T, N = args.num_steps, len(envs)
+    act, samples, episodes = agent.acting(rng, T, N), [], []
+    raw = np.stack([env.obs for env in envs])  # (N, obs_dim)
+    obs = np.empty((T + 1, *raw.shape), np.float32)
     next_obs = np.empty_like(obs[1:])
-    actions = np.empty_like(noise)
     rewards = np.empty((T, N), np.float32)
     terminated, truncated = np.empty((T, N), bool), np.empty((T, N), bool)
-    raw, episodes = np.stack([env.obs for env in envs]), []  # (N, obs_dim)
     for t in range(T):
         obs_norm.update(raw)
         obs[t] = obs_norm.normalize(raw)
-        actions[t] = act(obs[t]) + std * noise[t]
+        sample, action = act(obs[t])
+        samples.append(sample)
         for i, env in enumerate(envs):
-            reward, terminated[t, i], truncated[t, i] = env.step(actions[t, i])
+            reward, terminated[t, i], truncated[t, i] = env.step(action[i])
             env.discounted = env.discounted * args.gamma + reward
             return_norm.update([env.discounted])
             rewards[t, i] = reward / return_norm.std
@@ -495,13 +502,11 @@ def rollout(agent, envs, obs_norm, return_norm, rng, args, device, own=slice(Non
                 env.reset()
             raw[i] = env.obs
     obs[T] = obs_norm.normalize(raw)
-    for norm, moments in zip((obs_norm, return_norm), before):
-        norm.merge(moments)
     done = terminated | truncated
     batch = {
         "obs": obs[:-1],
         "next_obs": np.where(done[..., None], next_obs, obs[1:]),
-        "actions": actions,
+        "actions": np.stack(samples),
         "rewards": np.clip(rewards, -10.0, 10.0),
         "terminated": terminated,
         "done": done,
@@ -509,12 +514,9 @@ def rollout(agent, envs, obs_norm, return_norm, rng, args, device, own=slice(Non
     for name, value in batch.items():
         if not np.isfinite(value).all():
             raise FloatingPointError(f"the {name} of the rollout are not finite")
+    device = next(agent.parameters()).device
     batch = {name: torch.as_tensor(value, device=device) for name, value in batch.items()}
-    mean, log_std, batch["values"] = agent(batch["obs"])  # [D5]
-    batch["log_det"] = torch.zeros_like(batch["values"])
-    if args.action_bounds == "tanh":
-        batch["log_det"] = tanh_log_det(batch["actions"])
-    batch["logps"] = gaussian_logp_entropy(mean, log_std, batch["actions"])[0] - batch["log_det"]
+    batch["logps"], _, batch["values"] = agent.evaluate(batch["obs"], batch["actions"])  # [D5]
     batch["advantages"], batch["returns"] = compute_gae(
         batch["rewards"], batch["values"], agent.value(batch["next_obs"]),
         batch["terminated"], batch["done"], args.gamma, args.gae_lambda,
@@ -524,138 +526,156 @@ def rollout(agent, envs, obs_norm, return_norm, rng, args, device, own=slice(Non
 
 # ---- 6. Update ---------------------------------------------------------------------------------------------
 
-LEARNT_FROM = ("obs", "actions", "logps", "log_det", "returns", "values")
 STATS = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")
 
 
-def minibatch_gradient(agent, batch, mb, clip_coef, clip_vloss, norm_adv, ent_coef, vf_coef, own=None):
-    """Gradient of the PPO loss (eq. 9) on the samples `mb` as one vector, and STATS. One compiled graph.
-
-    `own` restricts it to the rows and places in `mb` that this process has; advantages are of all processes.
-    """
-    rows, places = (mb, slice(None)) if own is None else own
-    b = {name: batch[name][rows] for name in LEARNT_FROM}
-    mean, log_std, values = agent(b["obs"])
-    logp, entropy = gaussian_logp_entropy(mean, log_std, b["actions"])
-    logp = logp - b["log_det"]
-    adv = batch["advantages"][mb]
-    adv = (whiten(adv) if norm_adv else adv)[places]  # [D6]
-    pg_loss = policy_loss(logp, b["logps"], adv, clip_coef, clip_coef).mean()
-    v_loss = value_loss(values, b["values"], b["returns"], clip_coef if clip_vloss else None).mean()
-    loss = pg_loss + vf_coef * v_loss - ent_coef * entropy.mean()
+def minibatch_gradient(agent, batch, mb, args):
+    """Gradient of the PPO loss (eq. 9) on the samples `mb` as one vector, and STATS. One compiled graph."""
+    b = {name: value[mb] for name, value in batch.items()}
+    logp, entropy, values = agent.evaluate(b["obs"], b["actions"])
+    adv = whiten(b["advantages"]) if args.norm_adv else b["advantages"]  # [D6]
+    pg_loss = policy_loss(logp, b["logps"], adv, args.clip_coef, args.clip_coef).mean()
+    value_clip = args.clip_coef if args.clip_vloss else None
+    v_loss = value_loss(values, b["values"], b["returns"], value_clip).mean()
+    loss = pg_loss + args.vf_coef * v_loss - args.ent_coef * entropy.mean()
     gradients = torch.autograd.grad(loss, list(agent.parameters()))
     kl1, kl3 = (approx_kl(b["logps"], logp, kind).mean() for kind in ("k1", "k3"))
-    clipped = clip_fraction(logp, b["logps"], adv, clip_coef, clip_coef)
+    clipped = clip_fraction(logp, b["logps"], adv, args.clip_coef, args.clip_coef)
     stats = torch.stack([pg_loss, v_loss, entropy.mean(), kl1, kl3, clipped])
     return torch.cat([g.reshape(-1) for g in gradients]), stats.detach()
 
 
-def compile_or_eager(function):
-    """torch.compile; where that fails (no C++ compiler), the same function uncompiled, said once."""
-    torch._dynamo.config.trace_autograd_ops = True
-    compiled = torch.compile(function, fullgraph=True, options={"cpp_wrapper": not torch.cuda.is_available()})
+class Adam:
+    """torch's Adam (Kingma & Ba 2015) on one vector, of which all weights become views: one norm, one step.
 
-    def call(*inputs):
-        nonlocal compiled
-        try:
-            return compiled(*inputs)
-        except (torch._dynamo.exc.TorchDynamoException, torch._inductor.exc.InductorError) as error:
-            print(f"running uncompiled, since torch.compile failed: {str(error).splitlines()[0]}")
-            compiled = function
-            return function(*inputs)
-
-    return call
-
-
-def optimizer_step(flat, grad, moments, lr):
-    """torch.optim.Adam's step (Kingma & Ba 2015) by its function: the class costs twice as much a call."""
-    state = [flat], [grad], [moments["exp_avg"]], [moments["exp_avg_sq"]], [], [moments["step"]]
-    constants = dict(beta1=0.9, beta2=0.999, eps=1e-5, weight_decay=0.0, amsgrad=False, maximize=False)
-    adam(*state, lr=lr, **constants, fused=True)
-
-
-def all_columns(x, total):
-    """(T, own) of this process to (T, total) of all, in the order of their ranks."""
-    if not dist.is_initialized():
-        return x
-    whole = x.new_zeros(len(x), total)
-    whole[:, share_of(total, dist.get_rank(), dist.get_world_size())] = x
-    return sum_over_processes(whole)
-
-
-def own_samples(mb, total):
-    """Of the samples `mb` of (T * total), this process's: rows in its own (T * own), and places in `mb`."""
-    own = share_of(total, dist.get_rank(), dist.get_world_size())
-    t, column = mb // total, mb % total
-    places = ((column >= own.start) & (column < own.stop)).nonzero().squeeze(-1)
-    return t[places] * (own.stop - own.start) + column[places] - own.start, places
-
-
-def update(flat, moments, lr, agent, gradient, batch, generator, args):
-    """Epochs of minibatch steps on one rollout. Returns the means of the STATS and the gradient norm.
-
-    The minibatches are the same in all processes; each computes the part of which it has the samples.
+    By torch's function, as a call of its class takes twice as long.
     """
-    b = {key: value.flatten(0, 1) for key, value in batch.items()}  # (T * N, ...)
-    everyone = {
-        key: all_columns(batch[key], args.num_envs).flatten() for key in ("advantages", "values", "returns")
-    }
-    b["advantages"] = everyone["advantages"]
-    settings = (args.clip_coef, args.clip_vloss, args.norm_adv, args.ent_coef, args.vf_coef)
+
+    def __init__(self, module: nn.Module):
+        self.weights = nn.utils.parameters_to_vector(module.parameters()).detach()
+        nn.utils.vector_to_parameters(self.weights, module.parameters())
+        self.moments = {name: torch.zeros_like(self.weights) for name in ("exp_avg", "exp_avg_sq")}
+        self.moments["step"] = torch.zeros((), device=self.weights.device)
+
+    def step(self, grad, lr):
+        mean, square, step = ([x] for x in self.moments.values())
+        constants = dict(beta1=0.9, beta2=0.999, eps=1e-5, weight_decay=0.0, amsgrad=False, maximize=False)
+        adam([self.weights], [grad], mean, square, [], step, lr=lr, **constants, fused=True)
+
+    def state_dict(self):
+        return self.moments
+
+    def load_state_dict(self, state):
+        for name, moment in self.moments.items():
+            moment.copy_(state[name])
+
+
+def update(agent, optimizer, lr, gradient, batch, generator, args):
+    """Epochs of minibatch steps on one rollout. Returns the means of the STATS and the gradient norm."""
+    names = ("obs", "actions", "logps", "advantages", "returns", "values")
+    b = {name: batch[name].flatten(0, 1) for name in names}  # (T * N, ...)
     stats, norms = [], []
     epochs = (
         minibatches(args.batch_size, args.num_minibatches, generator) for _ in range(args.update_epochs)
     )
     for mb in itertools.chain.from_iterable(epochs):
-        if dist.is_initialized():
-            own = own_samples(mb, args.num_envs)
-            part = flat.new_zeros(len(flat) + len(STATS))
-            if len(own[0]):
-                part = torch.cat(gradient(agent, b, mb, *settings, own)) * (len(own[0]) / len(mb))
-            grad, stat = sum_over_processes(part).split([len(flat), len(STATS)])
-        else:
-            grad, stat = gradient(agent, b, mb, *settings)
+        grad, stat = gradient(agent, b, mb.to(b["obs"].device), args)
         norm = torch.linalg.vector_norm(grad)
         stats.append(stat.clone())  # a CUDA graph would write the next ones over it
         norms.append(norm)
         if args.target_kl is not None and stat[STATS.index("approx_kl")] > args.target_kl:
             break  # ends the update: one loop holds all epochs [D7]
         grad *= (args.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
-        optimizer_step(flat, grad, moments, lr)
+        optimizer.step(grad, lr)
     means = dict(zip(STATS, torch.stack(stats).mean(0).tolist()), grad_norm=torch.stack(norms).mean().item())
-    means["explained_variance"] = explained_variance(everyone["values"], everyone["returns"]).item()
-    return means
+    if not (math.isfinite(means["grad_norm"]) and optimizer.weights.isfinite().all()):
+        raise FloatingPointError("the gradient is not finite")
+    means["explained_variance"] = explained_variance(b["values"], b["returns"]).item()
+    return {f"losses/{name}": value for name, value in means.items()}
 
 
-# ---- 7. Runs: processes, folder, checkpoint, signals -------------------------------------------------------
+# ---- 7. Main -----------------------------------------------------------------------------------------------
 
 
-def join_processes(device: torch.device) -> tuple[int, int]:
-    """This process's rank and the number of processes: torchrun's, or 0 and 1. Only the first one prints."""
-    if "RANK" not in os.environ:
-        return 0, 1
-    if device.type == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    if not dist.is_initialized():
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(hours=2))  # others wait while the first evaluates
-        # an exit hook that runs after that of vLLM, which may have done the same
-        weakref.finalize(dist, lambda: dist.is_initialized() and dist.destroy_process_group())
-    if dist.get_rank():
-        sys.stdout = open(os.devnull, "w")
-    return dist.get_rank(), dist.get_world_size()
+def main(args: Args) -> dict:
+    """Train, or evaluate a checkpoint, as `args` say; returns the last metrics."""
+    device = torch.device("cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu")
+    torch.set_num_threads(1)  # networks this small run slower on more
+    env_stream, action_stream, shuffle_stream, eval_stream = streams(args.seed)  # [D10]
+    bits, eval_env = np.random.PCG64(action_stream), Env(args, eval_stream)
+    generator = torch.Generator().manual_seed(int(shuffle_stream.generate_state(1)[0]))
+    torch.manual_seed(args.seed)  # initial weights
+    obs_norm, return_norm = RunningNorm(eval_env.obs_dim), RunningNorm(())
+    squashed = args.action_bounds == "tanh"
+    agent = Agent(eval_env.obs_dim, eval_env.action_dim, args.log_std_init, squashed).to(device)
+    learnt = {"agent": agent, "obs_norm": obs_norm, "return_norm": return_norm}
+    if args.eval_checkpoint is not None:
+        load_parts(learnt, load_checkpoint(args.eval_checkpoint))
+        metrics = evaluate(agent, obs_norm, eval_env, args)
+        print(", ".join(f"{name} {value:.1f}" for name, value in metrics.items()))
+        return metrics
+
+    envs = [Env(args, stream) for stream in env_stream.spawn(args.num_envs)]
+    for env in envs:
+        env.reset()
+    optimizer, recent = Adam(agent), collections.deque(maxlen=100)
+    gradient = compile_or_eager(minibatch_gradient) if args.compile else minibatch_gradient
+    run = Run(args, args.env_id, args.num_iterations, args.batch_size)
+    run.learnt, run.parts = learnt, {"optimizer": optimizer} | {f"env{i}": env for i, env in enumerate(envs)}
+    run.parts["recent"] = Saved(lambda: list(recent), recent.extend)
+    run.parts["shuffle"] = Saved(generator.get_state, generator.set_state)
+    run.parts["actions"] = Saved(lambda: bits.state, lambda state: setattr(bits, "state", state))
+    if run.total != args.total_timesteps:
+        print(f"--total-timesteps {args.total_timesteps:,} rounded up to {run.total:,}, whole iterations")
+    print(f"{args.env_id} on {device}, {len(optimizer.weights):,} parameters, writing {run.folder}")
+    with run:
+        for iteration in run:
+            left = linear_schedule(iteration, args.num_iterations) if args.anneal_lr else 1.0
+            lr = args.learning_rate * left
+            batch, episodes = rollout(agent, envs, obs_norm, return_norm, np.random.Generator(bits), args)
+            losses = update(agent, optimizer, lr, gradient, batch, generator, args)
+
+            charts = {"charts/learning_rate": lr, "charts/episodes": len(episodes)}
+            recent.extend(score for score, _ in episodes)
+            if episodes:
+                means = np.mean(episodes, 0).tolist()
+                charts |= dict(zip(("charts/episodic_return", "charts/episodic_length"), means))
+            if recent:
+                charts["charts/episodic_return_100"] = float(np.mean(recent))  # of the last 100 episodes
+            run.log(losses | charts, {"return": charts.get("charts/episodic_return_100")})
+            if args.eval_episodes and run.due(args.eval_every):
+                run.log(evaluate(agent, obs_norm, eval_env, args))
+    return run.metrics
 
 
-def share_of(total: int, rank: int, size: int) -> slice:
-    """Which of `total` items in a row belong to process `rank` of `size`."""
-    return slice(total * rank // size, total * (rank + 1) // size)
+# ---- Nothing below is the algorithm ------------------------------------------------------------------------
 
 
-def sum_over_processes(x: torch.Tensor) -> torch.Tensor:
-    """Sum over all processes, in place; `x` as it is where there is one process."""
-    if dist.is_initialized():
-        dist.all_reduce(x)
-    return x
+def parse_args(argv: list[str] | None = None, defaults: dict | None = None) -> Args:
+    """The command line over `defaults`, or over the flags of the run that is resumed or evaluated."""
+    args = tyro.cli(Args, args=argv, default=Args(**(defaults or {})))
+    if (path := args.resume or getattr(args, "eval_checkpoint", None)) is None:
+        return args
+    free = "resume eval_checkpoint start_from run_name device compile track wandb_project_name".split()
+    saved = {n: value for n, value in load_checkpoint(path)["args"].items() if n not in free}
+    args = tyro.cli(Args, args=argv, default=Args(**saved))
+    for name, before in saved.items() if args.resume else ():
+        now, flag = getattr(args, name), f"--{name.replace('_', '-')}"
+        if now != before and not (name.startswith("total_") and now > before):  # it may become longer
+            raise UsageError(f"{flag} {now} differs from the {before} of the run that --resume continues")
+    return args
+
+
+def compile_or_eager(function):
+    """torch.compile; where that fails (no C++ compiler), the same function uncompiled, said once."""
+    torch._dynamo.config.trace_autograd_ops = True
+    how = dict(fullgraph=True, options={"cpp_wrapper": not torch.cuda.is_available()})
+    try:
+        torch.compile(torch.sin, **how)(torch.ones(1))
+    except Exception as error:
+        print(f"running uncompiled, since torch.compile failed: {' '.join(str(error).split())[:400]}")
+        return function
+    return torch.compile(function, **how)
 
 
 def collect(x) -> list:
@@ -666,279 +686,165 @@ def collect(x) -> list:
     return found
 
 
-def check_weights(parameters) -> None:
-    """All processes must hold the same weights: compared by their sums, at start and at each checkpoint."""
-    sums = collect([p.detach().double().sum().item() for p in parameters])
-    if any(other != sums[0] for other in sums):
-        raise RuntimeError("the weights of the processes differ")
-
-
-def save_checkpoint(path: Path, state: dict) -> None:
-    """Write beside, then rename: a half-written file never replaces a good one."""
-    with open(path.with_suffix(".tmp"), "wb") as file:
-        torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(path.with_suffix(".tmp"), path)
+Saved = collections.namedtuple("Saved", "state_dict load_state_dict")  # a part that is two functions
 
 
 def load_checkpoint(path: Path) -> dict:
-    if not path.is_file():
-        raise UsageError(f"there is no checkpoint {path}")
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        assert state["script"] == SCRIPT
-    except Exception as error:
-        raise UsageError(f"{path} is not a whole checkpoint of {SCRIPT}.py") from error
-    return state
+    """A checkpoint, by its file or by the folder or the name of its run; with its "file"."""
+    for file in (path, path / "checkpoint.pt", "runs" / path / "checkpoint.pt"):
+        if file.is_file():
+            with told(f"{file} is not a whole checkpoint of {SCRIPT}.py"):
+                state = torch.load(file, map_location="cpu", weights_only=True) | {"file": file}
+                if state["script"] != SCRIPT:
+                    raise UsageError(f"{file} is a checkpoint of {state['script']}.py, not of {SCRIPT}.py")
+                return state
+    raise UsageError(f"there is no checkpoint {path}")
 
 
-def load_state(part, state: dict) -> None:
-    try:
-        part.load_state_dict(state)
-    except (RuntimeError, ValueError) as error:
-        raise UsageError(f"the checkpoint does not fit: {str(error).splitlines()[-1].strip()}") from error
+def load_parts(parts: dict, state: dict) -> None:
+    """Give each part what a checkpoint holds for it."""
+    for name, part in parts.items():
+        with told(f"{state['file']} does not fit, in its part {name}"):
+            part.load_state_dict(state["parts"][name])
 
 
-def resumed_args(args: Args, saved: dict) -> Args:
-    """The flags of the interrupted run; another value given now is an error."""
-    free, default = ("resume", "run_name", "device", "compile", "track", "wandb_project_name"), Args()
-    kept = {name: value for name, value in saved.items() if name not in free}
-    for name, value in kept.items():
-        if getattr(args, name) not in (getattr(default, name), value):
-            flag = f"--{name.replace('_', '-')} {getattr(args, name)}"
-            raise UsageError(f"{flag} differs from the {value} of the run that --resume continues")
-    return dataclasses.replace(args, **kept)
+class Run:
+    """A run without its algorithm: folder, config.json, metrics.jsonl, bar, W&B, signals, checkpoints.
 
+    What is saved and restored goes into `learnt` (weights and statistics: with them --start-from begins) and
+    `parts` (all else) before `with`: by name, whatever has state_dict and load_state_dict.
+    """
 
-@contextlib.contextmanager
-def stop_signals():
-    """Ctrl-C and kill ask for an end after the current iteration; a second one ends at once."""
-    received = []
+    def __init__(self, args: Args, task: str, iterations: int, size: int = 1):
+        self.args, self.size, self.total = args, size, iterations * size  # each is of `size` steps
+        self.learnt, self.parts, self.metrics, self.received, self.step = {}, {}, {}, [], 0
+        self.writes = not (dist.is_initialized() and dist.get_rank())  # the first process does
+        self.state = None if args.resume is None else load_checkpoint(args.resume)
+        if self.state is None:
+            self.folder = collect(self.new_folder(task) if self.writes else None)[0]
+        else:
+            self.folder, self.step = self.state["file"].parent, self.state["step"]
+        if self.step >= self.total:
+            raise UsageError(f"{self.folder} is finished, at step {self.step:,}: a larger total goes on")
+        self.begun = self.saved = self.step
 
-    def handle(signum, frame):
-        received.append(signum)
-        signal.signal(signum, before[signum])
+    def new_folder(self, task: str) -> Path:
+        """runs/<name> with config.json; an existing folder is never touched."""
+        default = f"{task}__{SCRIPT}__{self.args.seed}__{time.time_ns() // 10**6}"
+        folder = Path("runs") / (self.args.run_name or re.sub(r"[^\w.-]+", "-", default))
+        packages = ("torch", "numpy", "gymnasium", "mujoco", "ale_py", "transformers")
+        versions = {name: getattr(sys.modules.get(name), "__version__", None) for name in packages}
+        config = {
+            "args": vars(self.args),
+            "versions": {"python": platform.python_version(), **versions},
+            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor(),
+            "processes": int(os.environ.get("WORLD_SIZE", 1)),
+            "sha256": hashlib.sha256(Path(__file__).read_bytes()).hexdigest(),
+        }
+        if folder.exists():
+            raise UsageError(f"{folder} exists: choose another --run-name, or --resume {folder}")
+        with told(f"cannot write {folder}"):
+            folder.mkdir(parents=True)
+            (folder / "config.json").write_text(json.dumps(config, indent=1, default=str) + "\n")
+        return folder
 
-    before = {signum: signal.signal(signum, handle) for signum in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield received
-    finally:
-        for signum, handler in before.items():
+    def __enter__(self):
+        if self.state is not None:
+            load_parts(self.learnt | self.parts, self.state)
+            for path in self.folder.glob("*.jsonl") if self.writes else ():
+                lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+                path.write_text("".join(line for line in lines if json.loads(line)["step"] <= self.step))
+            if self.state["total"] != self.total:
+                print(f"{self.state['total']:,} steps become {self.total:,}: schedules are of the longer run")
+        elif self.args.start_from is not None:
+            load_parts(self.learnt, load_checkpoint(self.args.start_from))
+        self.state = self.wandb = None
+        if self.args.track and self.writes:
+            import wandb
+
+            settings = dict(project=self.args.wandb_project_name, config=vars(self.args), resume="allow")
+            self.wandb = wandb.init(name=self.folder.name, id=self.folder.name, **settings)
+        self.bar = tqdm(total=self.total, initial=self.step, unit=" steps", disable=not self.writes)
+        self.before = {s: signal.signal(s, self.receive) for s in (signal.SIGINT, signal.SIGTERM)}
+        self.start = time.perf_counter()
+        return self
+
+    def receive(self, signum, frame):
+        """Ctrl-C and kill ask for an end after the current iteration; a second one ends at once."""
+        self.received.append(signum)
+        signal.signal(signum, self.before[signum])
+
+    def __iter__(self):
+        for iteration in range(self.step // self.size, self.total // self.size):
+            self.step = (iteration + 1) * self.size
+            yield iteration
+            self.bar.update(self.size)
+            if (signals := sum(collect(self.received), [])) and self.step < self.total:  # all leave together
+                self.save()
+                self.bar.write(
+                    f"stopped at step {self.step:,}; {Path(__file__).name} --resume {self.folder} goes on"
+                )
+                raise SystemExit(128 + signals[0])
+
+    def due(self, every: int) -> bool:
+        """Each time that another `every` steps are full (0: never), and after the last step."""
+        return self.step == self.total or bool(every) and self.step % every < self.size
+
+    def log(self, metrics: dict, shown: dict | None = None) -> None:
+        """A line of metrics.jsonl (readers join those of one step), and what the bar shows.
+
+        Then the parts are saved if that is due: what follows in this step cannot lose them.
+        """
+        if self.metrics.get("step") != self.step:
+            seconds = time.perf_counter() - self.start
+            metrics |= {"charts/SPS": (self.step - self.begun) / seconds, "time/cpu": time.process_time()}
+            self.metrics = {"step": self.step, "folder": str(self.folder)}
+        self.metrics |= metrics
+        if self.writes:
+            finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+            with open(self.folder / "metrics.jsonl", "a") as file:
+                file.write(json.dumps({"step": self.step} | finite) + "\n")
+        if self.wandb:
+            self.wandb.log(metrics, step=self.step)
+        self.bar.set_postfix(shown or {}, refresh=False)
+        if self.due(self.args.save_every * self.size):
+            self.save()
+
+    def save(self) -> None:
+        """Write beside, then rename: a half-written file never replaces a good one."""
+        if self.saved == self.step:
+            return
+        state = {"script": SCRIPT, "step": self.step, "total": self.total}
+        state["args"] = json.loads(json.dumps(vars(self.args), default=str))
+        state["parts"] = {name: part.state_dict() for name, part in (self.learnt | self.parts).items()}
+        if self.writes:
+            good, half = self.folder / "checkpoint.pt", self.folder / "checkpoint.tmp"
+            with told(f"cannot write {good}"), contextlib.ExitStack() as last:
+                last.callback(half.unlink, missing_ok=True)
+                with open(half, "wb") as file:
+                    torch.save(state, file)
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.replace(half, good)
+        self.saved = self.step
+        collect(None)  # nobody leaves before it is written: torchrun ends all when one has left
+
+    def __exit__(self, kind, error, trace):
+        for signum, handler in self.before.items():
             signal.signal(signum, handler)
-
-
-def open_run(args: Args, device: torch.device) -> Path:
-    """A new folder runs/<name> with config.json; an existing one is never touched."""
-    default = f"{args.task_name}__{SCRIPT}__{args.seed}__{time.time_ns() // 10**6}"
-    folder = Path("runs") / (args.run_name or default)
-    packages = ("torch", "numpy", "gymnasium", "mujoco", "ale_py", "transformers")
-    versions = {name: getattr(sys.modules.get(name), "__version__", None) for name in packages}
-    config = {
-        "args": dataclasses.asdict(args),
-        "versions": {"python": platform.python_version(), **versions},
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or "cpu",
-        "processes": int(os.environ.get("WORLD_SIZE", 1)),
-        "sha256": hashlib.sha256(Path(__file__).read_bytes()).hexdigest(),
-    }
-    try:
-        folder.mkdir(parents=True)
-        (folder / "config.json").write_text(json.dumps(config, indent=1, default=str) + "\n")
-    except FileExistsError:
-        raise UsageError(f"{folder} exists: choose another --run-name, or --resume {folder}") from None
-    except OSError as error:
-        raise UsageError(f"cannot write {folder}: {error.strerror}") from error
-    return folder
-
-
-def write_metrics(path: Path, step: int, metrics: dict) -> None:
-    """One line of JSON; NaN becomes null."""
-    finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-    with open(path, "a") as file:
-        file.write(json.dumps({"step": step, **finite}) + "\n")
-
-
-def cut_log(path: Path, step: int) -> None:
-    """Drop the lines of a resumed run that are later than its checkpoint, or half written."""
-    lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-    path.write_text("".join(line for line in lines if json.loads(line)["step"] <= step))
-
-
-def start_tracking(args: Args, folder: Path):
-    """The run in Weights & Biases; a resumed run goes on there."""
-    import wandb
-
-    settings = dict(name=folder.name, id=folder.name, resume="allow", config=vars(args))
-    return wandb.init(project=args.wandb_project_name, **settings)
-
-
-def leave(signum: int, step: int, size: int, folder: Path) -> None:
-    """End as the signal asks, after a word on how to go on."""
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", size))
-    nodes = f" --nnodes {size // local} ..." if size > local else ""
-    launch = f"torchrun --nproc-per-node {local}{nodes}" if size > 1 else "python"
-    print(f"stopped at step {step:,}; continue with: {launch} {SCRIPT}.py --resume {folder}")
-    raise SystemExit(128 + signum)
-
-
-def name_last_checkpoint(error: Exception, step: int, folder: Path) -> None:
-    """Raise `error` again with its step and what is left; another process's end is a ConnectionError."""
-    if isinstance(error, RuntimeError) and not dist.is_initialized():
-        raise error
-    good = folder / "checkpoint.pt"
-    kept = f"{good}, step {load_checkpoint(good)['step']:,}" if good.exists() else "none yet"
-    text = f"stopped at step {step:,}: {error}; last good checkpoint: {kept}"
-    raise (ConnectionError if isinstance(error, RuntimeError) else type(error))(text) from error
-
-
-# ---- 8. Main -----------------------------------------------------------------------------------------------
-
-
-def replay(args: Args) -> dict:
-    """--eval-checkpoint: evaluate a trained policy on the environment it was trained on, and film it."""
-    state = load_checkpoint(args.eval_checkpoint)
-    args = dataclasses.replace(args, **{name: state["args"][name] for name in ("env_id", "action_bounds")})
-    if args.video is not None and not os.environ.get("DISPLAY"):
-        os.environ.setdefault("MUJOCO_GL", "egl")  # renders without a screen
-    env = Env(args, streams(args.seed)[3], None if args.video is None else "rgb_array")
-    obs_norm, frames = RunningNorm(env.env.observation_space.shape), None if args.video is None else []
-    agent = Agent(obs_norm.mean.size, env.half.size, 0.0)
-    load_state(agent, state["agent"])
-    obs_norm.load_state_dict(state["obs_norm"])
-    metrics = evaluate(agent, obs_norm, env, args, frames)
-    print(
-        f"{args.env_id}, step {state['step']:,}: " + ", ".join(f"{k[5:]} {v:.1f}" for k, v in metrics.items())
-    )
-    if args.video is not None:
-        import imageio
-
-        try:
-            imageio.mimsave(args.video, frames, fps=env.env.metadata.get("render_fps", 30))
-        except (OSError, ValueError, ImportError) as error:  # a codec that is not installed
-            raise UsageError(f"--video {args.video}: {str(error).splitlines()[0]}") from error
-    return metrics
-
-
-def main(args: Args) -> dict:
-    """Train, or evaluate, as `args` say; returns the final metrics."""
-    if args.device == "cuda" and not torch.cuda.is_available():
-        raise UsageError("--device cuda: there is no CUDA device")
-    device = torch.device("cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu")
-    torch.set_num_threads(1)  # networks this small run slower on more
-    if args.eval_checkpoint is not None:
-        return replay(args)
-    rank, size = join_processes(device)
-    state = None
-    if args.resume is not None:
-        state = load_checkpoint(args.resume / "checkpoint.pt")
-        args = resumed_args(args, state["args"])
-    if size > args.num_envs:
-        raise UsageError(f"--num-envs {args.num_envs} is fewer than the {size} processes")
-    own = share_of(args.num_envs, rank, size)
-
-    env_stream, action_stream, shuffle_stream, eval_stream = streams(args.seed)  # [D10]
-    rng = np.random.default_rng(action_stream)
-    generator = torch.Generator(device).manual_seed(int(shuffle_stream.generate_state(1)[0]))
-    torch.manual_seed(args.seed)  # initial weights
-    envs = [Env(args, stream) for stream in env_stream.spawn(args.num_envs)[own]]
-    eval_env = Env(args, eval_stream)
-    obs_norm, return_norm = RunningNorm(envs[0].env.observation_space.shape), RunningNorm(())
-    agent = Agent(obs_norm.mean.size, envs[0].half.size, args.log_std_init).to(device)
-    flat = flatten_parameters(agent)
-    moments = {name: torch.zeros_like(flat) for name in ("exp_avg", "exp_avg_sq")}
-    moments["step"] = torch.zeros((), device=device)
-    gradient = compile_or_eager(minibatch_gradient) if args.compile else minibatch_gradient
-    recent, first, metrics, run = collections.deque(maxlen=100), 0, {}, None
-    parts = {"agent": agent, "obs_norm": obs_norm, "return_norm": return_norm}
-    parts |= {f"env{i}": env for i, env in enumerate(envs, own.start)}
-
-    if state is None:
-        folder = collect(open_run(args, device) if rank == 0 else None)[0]
-        for env in envs:
-            env.reset()
-    else:
-        folder, first = args.resume, state["step"] // args.batch_size
-        if first == args.num_iterations:
-            raise UsageError(f"--resume {folder}: this run is finished, at step {state['step']:,}")
-        for name, part in parts.items():
-            load_state(part, state[name])
-        for name, moment in moments.items():
-            moment.copy_(state["moments"][name])
-        rng.bit_generator.state = json.loads(state["actions"])
-        generator.set_state(state["shuffle"])
-        recent.extend(state["recent"])
-        if rank == 0:
-            cut_log(folder / "metrics.jsonl", state["step"])
-    if size > 1:
-        dist.broadcast(flat, 0)
-    check_weights([flat])
-    if args.track and rank == 0:
-        run = start_tracking(args, folder)
-    total = args.num_iterations * args.batch_size
-    if total != args.total_timesteps:
-        print(f"--total-timesteps {args.total_timesteps:,} rounded up to {total:,}, whole iterations")
-    print(f"{args.env_id} on {device}, {flat.numel():,} parameters, writing {folder}")
-
-    start = time.perf_counter()
-    shown, begun = sys.stdout if rank else sys.stderr, first * args.batch_size
-    with stop_signals() as stopped, tqdm(total=total, initial=begun, unit=" steps", file=shown) as bar:
-        try:
-            for iteration in range(first, args.num_iterations):
-                lr = args.learning_rate * (
-                    linear_schedule(iteration, args.num_iterations) if args.anneal_lr else 1.0
-                )
-                step = (iteration + 1) * args.batch_size
-                batch, episodes = rollout(agent, envs, obs_norm, return_norm, rng, args, device, own)
-                losses = update(flat, moments, lr, agent, gradient, batch, generator, args)
-                if not (math.isfinite(losses["grad_norm"]) and flat.isfinite().all()):
-                    raise FloatingPointError("the gradient is not finite")
-                episodes, signals = (sum(lists, []) for lists in zip(*collect((episodes, stopped))))
-                recent.extend(score for score, _ in episodes)
-                metrics = {f"losses/{name}": value for name, value in losses.items()}
-                metrics |= {"charts/learning_rate": lr, "charts/episodes": len(episodes)}
-                metrics["charts/SPS"] = (step - first * args.batch_size) / (time.perf_counter() - start)
-                if episodes:
-                    metrics["charts/episodic_return"], metrics["charts/episodic_length"] = np.mean(
-                        episodes, 0
-                    ).tolist()
-                if recent:
-                    metrics["charts/episodic_return_100"] = float(np.mean(recent))  # of the last 100 episodes
-                    bar.set_postfix({"return": f"{metrics['charts/episodic_return_100']:.1f}"}, refresh=False)
-                final = iteration + 1 == args.num_iterations
-                due = (
-                    args.eval_every and step // args.eval_every > (step - args.batch_size) // args.eval_every
-                )
-                if args.eval_episodes and (final or due) and rank == 0:
-                    metrics |= evaluate(agent, obs_norm, eval_env, args)
-                if rank == 0:
-                    write_metrics(folder / "metrics.jsonl", step, metrics)
-                if run:
-                    run.log(metrics, step=step)
-                bar.update(args.batch_size)
-                if final or signals or (iteration + 1) % args.save_every == 0:
-                    state = {"script": SCRIPT, "args": json.loads(json.dumps(vars(args), default=str))}
-                    state |= {"step": step, "shuffle": generator.get_state(), "recent": list(recent)}
-                    state |= {"actions": json.dumps(rng.bit_generator.state), "moments": moments}
-                    for states in collect({name: part.state_dict() for name, part in parts.items()}):
-                        state |= states
-                    check_weights([flat])
-                    if rank == 0:
-                        save_checkpoint(folder / "checkpoint.pt", state)
-                    collect(None)  # nobody leaves before it is written: torchrun ends all when one has left
-                if signals and not final:
-                    bar.close()
-                    leave(signals[0], step, size, folder)
-        except (FloatingPointError, RuntimeError) as error:
-            name_last_checkpoint(error, step, folder)
-    if run:
-        run.finish()
-    shown = [name for name in ("charts/episodic_return_100", "eval/episodic_return") if name in metrics]
-    print("; ".join([*(f"{name} {metrics[name]:.1f}" for name in shown), str(folder / "checkpoint.pt")]))
-    return metrics | {"step": total, "folder": str(folder)}
+        self.bar.close()
+        if self.wandb:
+            self.wandb.finish()
+        ended = isinstance(error, RuntimeError) and dist.is_initialized()  # another process did
+        if ended or isinstance(error, (UsageError, FloatingPointError)):
+            good = self.folder / "checkpoint.pt"
+            kept = f"{good}, step {load_checkpoint(good)['step']:,}" if good.exists() else "none yet"
+            text = f"stopped at step {self.step:,}: {error}; last good checkpoint: {kept}"
+            raise (ConnectionError if ended else kind)(text) from error
 
 
 if __name__ == "__main__":
     try:
-        main(tyro.cli(Args))
-    except (UsageError, FloatingPointError, OSError) as error:
-        sys.exit(f"{SCRIPT}.py: {error}")
+        main(parse_args())
+    except (UsageError, FloatingPointError, OSError, KeyboardInterrupt) as error:
+        sys.exit(f"{Path(__file__).name}: {str(error) or 'interrupted'}")
