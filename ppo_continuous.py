@@ -395,8 +395,8 @@ class Env:
         if args.action_bounds == "tanh" and not bounded.all():
             raise UsageError(f"--action-bounds tanh needs finite bounds, {args.env_id} has {space}")
         self.center, self.half = np.zeros(space.shape), np.ones(space.shape)  # where a side is open
-        self.center[bounded] = (self.low + self.high)[bounded] / 2
-        self.half[bounded] = (self.high - self.low)[bounded] / 2
+        self.center[bounded] = (self.low[bounded] + self.high[bounded]) / 2
+        self.half[bounded] = (self.high[bounded] - self.low[bounded]) / 2
         self.obs_dim, self.action_dim = self.env.observation_space.low.size, space.low.size
 
     def read(self, obs):
@@ -466,11 +466,10 @@ def evaluate(agent: Agent, obs_norm: RunningNorm, env: Env, args: Args) -> dict:
     if args.video is not None:
         with told(f"--video {args.video}"):
             imageio.mimsave(args.video, film, fps=env.env.metadata.get("render_fps", 30) / 2)
-    return {
-        "eval/episodic_return": float(np.mean(scores)),
-        "eval/episodic_return_std": float(np.std(scores)),
-        "eval/episodic_length": float(np.mean(lengths)),
-    }
+    means = float(np.mean(scores)), float(np.std(scores)), float(np.mean(lengths))
+    names = "eval/episodic_return", "eval/episodic_return_std", "eval/episodic_length"
+    tqdm.write(", ".join(f"{name} {value:.1f}" for name, value in zip(names, means)))
+    return dict(zip(names, means))
 
 
 # ---- 5. Rollout --------------------------------------------------------------------------------------------
@@ -611,9 +610,7 @@ def main(args: Args) -> dict:
     learnt = {"agent": agent, "obs_norm": obs_norm, "return_norm": return_norm}
     if args.eval_checkpoint is not None:
         load_parts(learnt, load_checkpoint(args.eval_checkpoint))
-        metrics = evaluate(agent, obs_norm, eval_env, args)
-        print(", ".join(f"{name} {value:.1f}" for name, value in metrics.items()))
-        return metrics
+        return evaluate(agent, obs_norm, eval_env, args)
 
     envs = [Env(args, stream) for stream in env_stream.spawn(args.num_envs)]
     for env in envs:
@@ -781,9 +778,7 @@ class Run:
             self.bar.update(self.size)
             if (signals := sum(collect(self.received), [])) and self.step < self.total:  # all leave together
                 self.save()
-                self.bar.write(
-                    f"stopped at step {self.step:,}; {Path(__file__).name} --resume {self.folder} goes on"
-                )
+                self.bar.write(f"stopped at step {self.step:,}; {sys.argv[0]} --resume {self.folder} goes on")
                 raise SystemExit(128 + signals[0])
 
     def due(self, every: int) -> bool:
@@ -835,6 +830,8 @@ class Run:
         self.bar.close()
         if self.wandb:
             self.wandb.finish()
+        if kind is None:
+            print(f"finished: {self.folder / 'checkpoint.pt'}")
         ended = isinstance(error, RuntimeError) and dist.is_initialized()  # another process did
         if ended or isinstance(error, (UsageError, FloatingPointError)):
             good = self.folder / "checkpoint.pt"

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -47,16 +48,19 @@ def run(script, cwd, *flags, **env):
         (dict(log_std_init=50.0), "--log-std-init 50.0"),
         (dict(update_epochs=0), "--update-epochs 0"),
         (dict(seed=-1), "--seed -1"),
-        (dict(video="film.gif"), "needs --eval-checkpoint"),
-        (dict(video="film.png", eval_checkpoint="x.pt"), "must end in .gif or .mp4"),
+        (dict(video=Path("film.gif")), "needs --eval-checkpoint"),
+        (dict(video=Path("film.mp4"), eval_checkpoint=Path("x.pt")), "must end in .gif"),
+        (dict(video=Path("none/film.gif"), eval_checkpoint=Path("x.pt")), "there is no folder none"),
+        (dict(eval_checkpoint=Path("x.pt"), eval_episodes=0), "--eval-episodes of at least 1"),
         (dict(run_name="a/b"), "--run-name a/b"),
-        (dict(run_name="a", resume="runs/a"), "--run-name a contradicts --resume runs/a"),
+        (dict(run_name="a", resume=Path("runs/a")), "--run-name a contradicts --resume runs/a"),
+        (dict(start_from=Path("b"), resume=Path("runs/a")), "--start-from b contradicts --resume runs/a"),
     ],
     ids=lambda x: "-".join(x) if isinstance(x, dict) else "",
 )
 def test_wrong_flags_are_named(script, flags, words):
     """A wrong flag or combination is refused before any work, naming flag and value."""
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(script.UsageError) as error:
         script.Args(**flags)
     assert words in str(error.value)
 
@@ -65,44 +69,102 @@ def test_wrong_flags_are_named(script, flags, words):
     "flags, words",
     [
         (dict(env_id="NoSuchTask-v5"), "NoSuchTask"),
-        (dict(env_id="CartPole-v1"), "action space is Discrete(2), this script needs a Box"),
+        (dict(env_id="CartPole-v1"), "action space is Discrete(2), not a Box"),
         (dict(env_id="Probe/Dict-v0"), "observation space is Dict"),
         (dict(env_id="Probe/Wide-v0", action_bounds="tanh"), "--action-bounds tanh needs finite bounds"),
-        (dict(resume="runs/none"), "there is no checkpoint runs/none/checkpoint.pt"),
+        (dict(env_id="no_such_module:Task-v0"), "--env-id no_such_module:Task-v0: ModuleNotFoundError"),
+        (dict(env_kwargs="{"), "--env-id Hopper-v5: JSONDecodeError"),
+        (dict(env_kwargs='{"no_such": 1}'), "unexpected keyword argument 'no_such'"),
+        (dict(resume="runs/none"), "there is no checkpoint runs/none"),
+        (dict(start_from="none.pt"), "there is no checkpoint none.pt"),
         (dict(eval_checkpoint="none.pt"), "there is no checkpoint none.pt"),
         (dict(eval_checkpoint="half.pt"), "half.pt is not a whole checkpoint"),
-        (dict(eval_checkpoint="other.pt"), "other.pt is not a whole checkpoint"),
+        (
+            dict(eval_checkpoint="other.pt"),
+            "other.pt is a checkpoint of ppo_atari.py, not of ppo_continuous.py",
+        ),
         (dict(run_name="taken"), "runs/taken exists"),
-        (dict(resume="runs/taken"), "this run is finished, at step 64"),
-        (dict(resume="runs/taken", gamma=0.5), "--gamma 0.5 differs from the 0.99"),
+        (dict(resume="runs/taken"), "runs/taken is finished, at step 64: a larger total goes on"),
+        (dict(resume="runs/taken", gamma=0.5), "--gamma 0.5 differs from the 0.9"),
+        (dict(resume="runs/taken", gamma=0.99), "--gamma 0.99 differs from the 0.9"),
+        (dict(resume="runs/taken", total_timesteps=32), "--total-timesteps 32 differs from the 64"),
         (dict(resume="runs/taken", env_id="Walker2d-v5"), "--env-id Walker2d-v5 differs"),
-        (dict(eval_checkpoint="shape.pt"), "the checkpoint does not fit"),
-        (dict(resume="runs/shape"), "the checkpoint does not fit"),
+        (dict(eval_checkpoint="shape.pt"), "shape.pt does not fit, in its part agent"),
+        (dict(start_from="shape.pt"), "shape.pt does not fit, in its part obs_norm"),
+        (dict(resume="runs/shape"), "does not fit, in its part agent"),
     ],
     ids=lambda x: "-".join(map(str, x.values())) if isinstance(x, dict) else "",
 )
 def test_wrong_files_and_tasks_are_named(script, tmp_path, monkeypatch, flags, words):
-    """An environment, checkpoint or folder that cannot be used ends in one sentence and nothing is overwritten."""
+    """An environment, checkpoint or folder that cannot be used ends in one sentence and nothing is overwritten; a
+    flag that differs from the resumed run's is noticed, also where the user typed the script's default."""
     import probes  # noqa: F401
 
     monkeypatch.chdir(tmp_path)
-    quick = dict(
-        num_steps=64, num_minibatches=4, total_timesteps=64, eval_episodes=0, compile=False, device="cpu"
-    )
-    out = script.main(script.Args(env_id="Hopper-v5", run_name="taken", **quick))
+    quick = dict(env_id="Hopper-v5", num_steps=64, num_minibatches=4, total_timesteps=64, eval_episodes=0)
+    here = dict(compile=False, device="cpu")
+    out = script.main(script.Args(run_name="taken", gamma=0.9, **quick, **here))
     whole = (tmp_path / "runs/taken/checkpoint.pt").read_bytes()
     (tmp_path / "half.pt").write_bytes(whole[: len(whole) // 2])
     torch.save({"script": "ppo_atari"}, tmp_path / "other.pt")
     state = torch.load(f"{out['folder']}/checkpoint.pt", weights_only=True)
-    state["args"]["env_id"], state["step"] = "Walker2d-v5", 0
+    state["args"] |= {"env_id": "Walker2d-v5", "eval_episodes": 1}
+    state["step"] = 0
+    state["parts"]["agent"].pop("critic.4.bias")
+    state["parts"]["obs_norm"].pop("mean")
     (tmp_path / "runs/shape").mkdir()
     for name in ("shape.pt", "runs/shape/checkpoint.pt"):
         torch.save(state, tmp_path / name)
-    flags = {k: tmp_path.__class__(v) if k in ("resume", "eval_checkpoint") else v for k, v in flags.items()}
-    with pytest.raises(ValueError) as error:
-        script.main(script.Args(**{**({} if "resume" in flags else quick), "compile": False, **flags}))
+    if "start_from" in flags:
+        state["parts"]["agent"] = torch.load("runs/taken/checkpoint.pt", weights_only=True)["parts"]["agent"]
+        torch.save(state, tmp_path / "shape.pt")
+    flags = ({} if {"resume", "eval_checkpoint"} & flags.keys() else quick) | here | flags
+    with pytest.raises(script.UsageError) as error:
+        script.main(script.parse_args(script.words(**flags)))
     assert words in str(error.value) and "\n" not in str(error.value)
     assert (tmp_path / "runs/taken/checkpoint.pt").read_bytes() == whole
+
+
+@pytest.mark.parametrize("resume", ["runs/x", "runs/x/checkpoint.pt", "x"])
+def test_a_finished_run_can_be_trained_longer(script, tmp_path, monkeypatch, capsys, resume):
+    """--resume with a larger total goes on where the run ended, at the rate that the longer schedule has there, and
+    says so; a run that was longer from the start has the same learning rates from there on."""
+    monkeypatch.chdir(tmp_path)
+    flags = dict(
+        num_steps=64, num_minibatches=4, env_id="Hopper-v5", eval_episodes=0, compile=False, device="cpu"
+    )
+    script.main(script.Args(**flags, total_timesteps=128, run_name="x"))
+    script.main(script.Args(**flags, total_timesteps=256, run_name="y"))
+    words = ["--resume", resume, "--total-timesteps", "256", "--no-compile", "--device", "cpu"]
+    out = script.main(script.parse_args(words))
+    assert "128 steps become 256: schedules are of the longer run" in capsys.readouterr().out
+    x, y = ([json.loads(line) for line in open(f"runs/{name}/metrics.jsonl")] for name in "xy")
+    assert [row["step"] for row in x] == [64, 128, 192, 256] and out["step"] == 256
+    rate = "charts/learning_rate"
+    assert [r[rate] for r in x[2:]] == [r[rate] for r in y[2:]] and x[1][rate] == pytest.approx(1.5e-4)
+
+
+def test_a_new_run_starts_from_trained_weights(script, tmp_path, monkeypatch):
+    """--start-from takes weights and statistics of a checkpoint, and nothing else: steps, optimiser, schedule and
+    random numbers are those of a new run."""
+    monkeypatch.chdir(tmp_path)
+    flags = dict(
+        num_steps=64, num_minibatches=4, env_id="Hopper-v5", eval_episodes=1, compile=False, device="cpu"
+    )
+    old = script.main(script.Args(**flags, total_timesteps=256, run_name="old"))
+    flags |= dict(total_timesteps=64, learning_rate=1e-12)
+    new = script.main(script.Args(**flags, run_name="new", start_from=Path("old")))
+    script.main(script.Args(**flags, run_name="other"))
+    a, b, c = (
+        torch.load(f"runs/{x}/checkpoint.pt", weights_only=True)["parts"] for x in ("old", "new", "other")
+    )
+    for name, weight in b["agent"].items():
+        torch.testing.assert_close(weight, a["agent"][name], atol=1e-9, rtol=0)
+    assert b["obs_norm"]["count"] == a["obs_norm"]["count"] + 64 and b["optimizer"]["step"] == 40
+    assert torch.equal(b["shuffle"], c["shuffle"]) and b["actions"] == c["actions"]
+    assert new["step"] == 64 and new["eval/episodic_return"] == pytest.approx(
+        old["eval/episodic_return"], rel=0.5
+    )
 
 
 def test_help_and_errors_of_the_real_command(script, tmp_path):
@@ -112,7 +174,7 @@ def test_help_and_errors_of_the_real_command(script, tmp_path):
         f"--{name.replace('_', '-')}" in text.stdout for name in vars(script.Args())
     )
     for flags, words in (
-        (["--env-id", "CartPole-v1"], "needs a Box"),
+        (["--env-id", "CartPole-v1"], "not a Box"),
         (["--gamma", "2"], "--gamma 2.0 must lie in [0, 1]"),
         (["--no-such-flag"], "--no-such-flag"),
         (["--num-envs", "many"], "--num-envs"),
@@ -154,11 +216,12 @@ def test_kill_and_resume_a_real_process(script, tmp_path):
     process.send_signal(signal.SIGTERM)
     said, _ = process.communicate(timeout=120)
     assert process.returncode == 128 + signal.SIGTERM and "--resume runs/cut" in said
-    rest = run(script, tmp_path, *script.words(resume="runs/cut", compile=False))
+    rest = run(script, tmp_path, *script.words(resume="runs/cut", compile=False, device="cpu"))
     assert rest.returncode == 0, rest.stderr
-    rows = [[{k: v for k, v in json.loads(line).items() if k != "charts/SPS"} for line in open(tmp_path / f"runs/{name}/metrics.jsonl")]
+    clock = ("charts/SPS", "time/cpu")
+    rows = [[{k: v for k, v in json.loads(line).items() if k not in clock} for line in open(tmp_path / f"runs/{name}/metrics.jsonl")]
             for name in ("whole", "cut")]  # fmt: skip
-    assert rows[0] == rows[1] and len(rows[0]) == 100
+    assert rows[0] == rows[1] and len(rows[0]) == 101 and "eval/episodic_return" in rows[0][-1]
     config = json.loads((tmp_path / "runs/cut/config.json").read_text())
     assert config["args"]["env_id"] == "Hopper-v5" and config["versions"]["torch"] == torch.__version__
     assert len(config["sha256"]) == 64

@@ -8,6 +8,9 @@ import pytest
 import conftest
 
 OWN_WORDS = {"main", "Args", "Agent"}  # every script has its own
+CAPS = {  # lines above the rule, below it, of main
+    "ppo_continuous": (650, 200, 60), "ppo_atari": (660, 250, 60), "grpo_rlhf": (1200, 250, 80), "ppo_rlhf": (1400, 250, 95),
+}  # fmt: skip
 SOURCES = {name: (conftest.ROOT / f"{name}.py") for name in conftest.EVERY}
 SOURCES = {name: path.read_text() for name, path in SOURCES.items() if path.exists()}
 
@@ -50,6 +53,23 @@ def test_a_script_stands_alone(name):
     } | {node.module.split(".")[0] for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)}  # fmt: skip
     assert not imported & {path.stem for path in Path(conftest.ROOT).glob("*.py")}
     rules = [line for line in source.splitlines() if line.startswith("# ---- ")]
-    assert [rule.split()[2] for rule in rules] == [f"{i}." for i in range(1, 9)]
+    assert [rule.split()[2] for rule in rules] == [*(f"{i}." for i in range(1, 8)), "Nothing"]
     assert {len(rule) for rule in rules} == {110}
     assert source.count(f'SCRIPT = "{name}"') == 1
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_a_script_is_short_enough_to_be_read_to_the_end(name):
+    """The algorithm, what is not the algorithm, main, every other function and its parameters keep their caps."""
+    above, rule, below = SOURCES[name].partition("\n# ---- Nothing below is the algorithm")
+    most_above, most_below, most_main = CAPS[name]
+    assert rule and above.count("\n") <= most_above and below.count("\n") <= most_below
+    functions = [node for node in ast.walk(ast.parse(SOURCES[name])) if isinstance(node, ast.FunctionDef)]
+    lengths = {node.name: node.end_lineno - node.lineno + 1 for node in functions}
+    assert lengths.pop("main") <= most_main
+    assert {name: length for name, length in lengths.items() if length > 60} == {}
+    names = {
+        node.name: [a.arg for a in (*node.args.args, *node.args.kwonlyargs) if a.arg != "self"]
+        for node in functions
+    }
+    assert {name: given for name, given in names.items() if len(given) > 8} == {}
