@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from run import metrics_of
 
 HERE = Path(__file__).resolve().parent
 FLAGS = (
@@ -62,8 +63,7 @@ def main():
                 done = subprocess.run(command, cwd=scratch, env=env, capture_output=True, text=True)
                 if done.returncode:
                     sys.exit(f"engine.py: {name} ended with {done.returncode}: {done.stderr.strip()[-300:]}")
-                lines = Path(scratch, "runs", name, "metrics.jsonl").read_text().splitlines()
-                rows = [json.loads(line) for line in lines][2:]
+                rows = metrics_of(Path(scratch, "runs", name))[2:]
                 numbers = zip(*((row["losses/mismatch"], row["time/rollout"]) for row in rows))
                 mismatch, seconds = map(statistics.median, numbers)
                 found.append({"rollout": rollout, "dtype": dtype, "mismatch": mismatch})

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from run import metrics_of
 from speed import WITH_ALE
 
 HERE = Path(__file__).resolve().parent
@@ -96,8 +97,7 @@ def run(script: str, flags: list[str], device: str, name: str, scratch: str, lef
         found["peak_mb"] = int(peaks[-1]) // 2**20
     if done.returncode:
         return found | {"error": done.stderr.strip()[-500:].replace(str(HERE.parent), ".")}
-    lines = (Path(scratch) / "runs" / name / "metrics.jsonl").read_text().splitlines()
-    return found | {"rows": [json.loads(line) for line in lines]}
+    return found | {"rows": metrics_of(Path(scratch) / "runs" / name)}
 
 
 def steady(rows: list[dict]) -> dict:

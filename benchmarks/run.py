@@ -16,6 +16,7 @@ import concurrent.futures
 import csv
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -38,6 +39,14 @@ LANGUAGE_COLUMNS = (  # those that a script has
 ROWS = 100  # kept of a run, evenly spaced, the last one always
 
 
+def metrics_of(folder: Path) -> list[dict]:
+    """A run's metrics.jsonl, the lines of one step joined: its evaluation comes after its checkpoint."""
+    rows = {}
+    for row in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()):
+        rows[row["step"]] = rows.get(row["step"], {}) | row
+    return list(rows.values())
+
+
 def thin(rows: list[dict]) -> list[dict]:
     """About ROWS rows, evenly spaced, with the last one and every evaluation."""
     stride = max(1, len(rows) // ROWS)
@@ -50,7 +59,7 @@ def commit_of(script: Path) -> str | None:
     git = lambda *words: subprocess.run(
         ["git", "-C", script.parent, *words], capture_output=True, text=True
     ).stdout.strip()
-    if not git("ls-files", script):
+    if shutil.which("git") is None or not git("ls-files", script):
         return None
     if git("status", "--porcelain", script):
         sys.exit(f"{script.name} differs from its commit: commit it, or copy it to another name")
@@ -75,7 +84,7 @@ def run(
         if done.returncode:
             return f"{task} seed {seed}: exit {done.returncode}: {done.stderr[-500:]}"
         folder = Path(scratch) / "runs" / "run"
-        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        rows = metrics_of(folder)
         config = (folder / "config.json").read_text().replace(str(Path.cwd()), ".")
         flags = [flag.replace(str(Path.cwd()), ".") for flag in flags]
         config = {**json.loads(config), "flags": flags, "seconds": round(seconds, 1), "commit": commit}

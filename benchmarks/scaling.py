@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from run import metrics_of
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
@@ -79,10 +80,8 @@ def measure(script: str, flags: list, scratch: str) -> dict:
     done = subprocess.run(command, cwd=scratch, env=env, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"scaling.py: {script} ended with {done.returncode}: {done.stderr.strip()[-300:]}")
-    rows = [
-        json.loads(line) for line in Path(scratch, "runs", name, "metrics.jsonl").read_text().splitlines()
-    ]
-    if "charts/SPS" in rows[-1]:
+    rows = metrics_of(Path(scratch, "runs", name))
+    if script in ("ppo_continuous", "ppo_atari"):
         middle, last = rows[len(rows) // 2 - 1], rows[-1]
         seconds = last["step"] / last["charts/SPS"] - middle["step"] / middle["charts/SPS"]
         return {"steps_per_second": round((last["step"] - middle["step"]) / seconds)}

@@ -138,7 +138,7 @@ def test_a_fault_of_the_environment_is_a_sentence(script, tmp_path, raises):
 def test_an_evaluation_has_an_end(script, monkeypatch, tmp_path, capsys):
     """An environment without an end is evaluated for so many steps, and that is said."""
     monkeypatch.setattr(script.module, "LONGEST_EVALUATION", 30)
-    out = train(script, tmp_path, kwargs={"length": 10**9})
+    out = train(script, tmp_path, kwargs={"length": 1000})
     assert out["eval/episodic_length"] == 30
     assert "an episode of the evaluation was cut off after 30 steps" in capsys.readouterr().out
 
