@@ -600,6 +600,8 @@ def main(args: Args) -> dict:
     """Train, or evaluate a checkpoint, as `args` say; returns the last metrics."""
     device = torch.device("cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu")
     torch.set_num_threads(1)  # networks this small run slower on more
+    if importlib.util.find_spec("mujoco"):  # whose deprecated models, gymnasium's, are no news to a user
+        importlib.import_module("mujoco").set_mju_user_warning(lambda x: "deprecated" in x or print(x))
     env_stream, action_stream, shuffle_stream, eval_stream = streams(args.seed)  # [D10]
     bits, eval_env = np.random.PCG64(action_stream), Env(args, eval_stream)
     generator = torch.Generator().manual_seed(int(shuffle_stream.generate_state(1)[0]))
@@ -626,6 +628,7 @@ def main(args: Args) -> dict:
         print(f"--total-timesteps {args.total_timesteps:,} rounded up to {run.total:,}, whole iterations")
     print(f"{args.env_id} on {device}, {len(optimizer.weights):,} parameters, writing {run.folder}")
     with run:
+        run.bar.set_postfix_str("compiling" if args.compile else "")
         for iteration in run:
             left = linear_schedule(iteration, args.num_iterations) if args.anneal_lr else 1.0
             lr = args.learning_rate * left
