@@ -294,8 +294,8 @@ th[scope=col] { font-size: .9rem; }
 </head>
 <body>
 <h1>PPO playground</h1>
-<p class="soft">All numbers were computed by the scripts' own functions or are those of their runs. The address
-keeps where the sliders stand; <a href="#">back to the start</a>.</p>
+<p class="soft">All numbers were computed by the scripts' own functions or are those of their runs. The
+address keeps where the sliders stand; <a href="#">back to the start</a>.</p>
 
 <section aria-labelledby="h1">
 <h2 id="h1">1. The clip</h2>
