@@ -29,8 +29,15 @@ def train(script, tmp_path, **flags):
 @pytest.fixture(autouse=True)
 def seen_from_the_loop(script, monkeypatch):
     """The probes' log is taken outside of the copy's own wrappers: which there are is its choice."""
-    if make_env := getattr(script.module, "make_env", None):
-        monkeypatch.setattr(script.module, "make_env", lambda *a, **k: probes.Seen(make_env(*a, **k)))
+    if make := getattr(script.module, "Env", None):
+
+        def make_seen(*given, **named):
+            env = make(*given, **named)
+            if hasattr(env, "env"):
+                env.env = probes.Seen(env.env)
+            return env
+
+        monkeypatch.setattr(script.module, "Env", make_seen)
 
 
 def detached(x):
