@@ -23,15 +23,17 @@ OUT = Path(__file__).parent / "results/ppo_rlhf/sentiment/best_of_n.json"
 
 
 def main(policy: str, prompts: str):
-    args = ppo.Args(policy=policy, prompts=prompts, reward="sentiment", num_eval=128, num_prompts=32,
-                    max_new_tokens=12, temperature=1.0, chat_template=False, seed=1)  # fmt: skip
+    args = ppo.Args(
+        policy=policy, prompts=prompts, reward="sentiment", num_eval=128, num_prompts=32,
+        max_new_tokens=12, temperature=1.0, chat_template=False, dtype="bfloat16", seed=1,
+    )  # fmt: skip
     tokenizer, model = ppo.load_model(policy)
-    model, eos_ids = ppo.bfloat16_copy(model.eval()), ppo.stop_ids(tokenizer, model, None)
-    _, held_out = ppo.prompts_of(args, None)
-    held_out = ppo.encode_rows(held_out, tokenizer, model, args)
-    functions, generator = {"compound": sentiment.compound}, torch.Generator().manual_seed(0)
+    held_out = ppo.encode_rows(ppo.prompts_of(args, None)[1], tokenizer, model, args)
+    rewards = {"compound": sentiment.compound}
+    task = ppo.Task(tokenizer, ppo.stop_ids(tokenizer, model, None), [], held_out, rewards)
+    sampler = ppo.Sampler(model.eval(), task, args, torch.Generator().manual_seed(0))
     scores = [
-        ppo.respond(model, tokenizer, part, 16, 1.0, eos_ids, functions, generator, args)[0]["rewards"]
+        sampler.respond(part, 16, 1.0)[0]["rewards"]
         for part in (held_out[first : first + 8] for first in range(0, len(held_out), 8))
     ]
     scores = torch.cat(scores).view(-1, 16)

@@ -48,17 +48,17 @@ torch.set_num_threads(1)
 if skip == "no-skip":  # too small to change a weight, but not zero
     advantages = grpo.group_advantages
     grpo.group_advantages = lambda *given: (found := advantages(*given)).where(found != 0, 1e-20)
-write, ends, lines, peak = grpo.write_metrics, [], [], []
-def noted(path, step, metrics):
-    write(path, step, metrics)
-    ends.append((time.perf_counter(), time.process_time()))
-    lines.append(metrics)
-    peak.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
-grpo.write_metrics = noted
-grpo.main(grpo.parse_args(flags))
-ends, lines = ends[1:-1], lines[1:-1]  # an evaluation is in the first and in the last
+log, ends, lines, peak = grpo.Run.log, [], [], []
+def noted(run, metrics, shown=None):
+    if "charts/TPS" in metrics:  # not an evaluation
+        ends.append((time.perf_counter(), time.process_time()))
+        lines.append(metrics)
+        peak.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+    log(run, metrics, shown)
+grpo.Run.log = noted
+grpo.main(grpo.command_line(flags))
 seconds, cpu = ([after - before for before, after in zip(x, x[1:])] for x in zip(*ends))
-result = {"seconds": seconds, "cpu": cpu, "peak_mb": round(peak[-2], 1)}
+result = {"seconds": seconds, "cpu": cpu, "peak_mb": round(peak[-1], 1)}
 names = {"reward": "charts/reward", "length": "charts/response_length", "flat": "charts/flat_groups",
          "rollout": "time/rollout", "score": "time/score", "update": "time/update"}
 result |= {key: [metrics[name] for metrics in lines] for key, name in names.items()}

@@ -35,19 +35,19 @@ import torch
 import ppo_rlhf as ppo
 out, *flags = sys.argv[1:]
 torch.set_num_threads(1)
-write, ends, lines, peak = ppo.write_metrics, [], [], []
-def noted(path, step, metrics):
-    write(path, step, metrics)
-    ends.append((time.perf_counter(), time.process_time()))
-    lines.append(metrics)
-    peak.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
-ppo.write_metrics = noted
+log, ends, lines, peak = ppo.Run.log, [], [], []
+def noted(run, metrics, shown=None):
+    if "charts/TPS" in metrics:  # not an evaluation
+        ends.append((time.perf_counter(), time.process_time()))
+        lines.append(metrics)
+        peak.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+    log(run, metrics, shown)
+ppo.Run.log = noted
 ppo.main(ppo.command_line(flags))
-ends, lines = ends[1:-1], lines[1:-1]  # an evaluation is in the first and in the last
 seconds, cpu = ([b - a for a, b in zip(x, x[1:])] for x in zip(*ends))
 names = {"length": "charts/response_length", "rollout": "time/rollout", "update": "time/update",
          "score": "charts/score", "updates": "charts/updates"}
-result = {"seconds": seconds, "cpu": cpu, "peak_mb": peak[-2]}
+result = {"seconds": seconds, "cpu": cpu, "peak_mb": peak[-1]}
 result |= {key: [line[name] for line in lines][1:] for key, name in names.items()}
 result["versions"] = {name: sys.modules[name].__version__ for name in ("torch", "transformers")}
 open(out, "w").write(json.dumps(result))
