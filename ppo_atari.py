@@ -43,17 +43,21 @@ import json
 import math
 import os
 import platform
+import re
 import signal
 import sys
 import time
+import traceback
+import typing
 import weakref
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import ale_py  # registers the games
 import gymnasium as gym
+import imageio
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -68,98 +72,90 @@ SCRIPT = "ppo_atari"
 # ---- 1. Arguments ------------------------------------------------------------------------------------------
 
 
-class UsageError(ValueError):
+class UsageError(Exception):
     """A fault of the command line, a file, an environment or a model, told in one sentence."""
+
+
+class told(contextlib.AbstractContextManager):
+    """A context in which whatever is raised becomes one sentence: the fault, what was raised, and where."""
+
+    def __init__(self, fault: str):
+        self.fault = fault
+
+    def __exit__(self, kind, error, trace):
+        if isinstance(error, Exception) and not isinstance(error, (UsageError, FloatingPointError)):
+            place, words = traceback.extract_tb(trace)[-1], " ".join(str(error).split())[:400]
+            where = f"({Path(place.filename).name}:{place.lineno})"
+            raise UsageError(f"{self.fault}: {kind.__name__}: {words} {where}") from error
+
+
+Natural = Annotated[int, "must be at least 1", lambda x: x >= 1]
+NotNegative = Annotated[int, "must not be negative", lambda x: x >= 0]
+Frames = Annotated[int, "must lie between 1 and 2**31 - 1", lambda x: 1 <= x < 2**31]
+Weight = Annotated[float, "must not be negative", lambda x: 0 <= x < math.inf]
+Positive = Annotated[float, "must be positive and finite", lambda x: 0 < x < math.inf]
+Fraction = Annotated[float, "must lie in [0, 1]", lambda x: 0 <= x <= 1]
+
+
+def check_flags(args) -> None:
+    """The rule in each flag's type, and the rules that all scripts share."""
+    for field in dataclasses.fields(args):
+        value, flag = getattr(args, field.name), f"--{field.name.replace('_', '-')}"
+        for kind in (field.type, *typing.get_args(field.type)):
+            rule, holds = getattr(kind, "__metadata__", ("", lambda x: True))
+            if value is not None and not holds(value):
+                raise UsageError(f"{flag} {value} {rule}")
+        if field.name in ("run_name", "start_from") and None not in (value, args.resume):
+            raise UsageError(f"{flag} {value} contradicts --resume {args.resume}")
+    if args.run_name is not None and Path(args.run_name).name != args.run_name:
+        raise UsageError(f"--run-name {args.run_name} must be the name of a folder under runs/")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device cuda: there is no CUDA device")
+    if args.track and importlib.util.find_spec("wandb") is None:
+        raise UsageError("--track needs: pip install wandb")
 
 
 @dataclass
 class Args:
     """Proximal policy optimisation for Atari games from pixels, in one file."""
 
-    env_id: str = "ALE/Breakout-v5"
-    """gymnasium id of an Atari game; how it is played is set by the flags below, not by the id's version"""
-    total_timesteps: int = 10_000_000
-    """agent steps (of 4 frames) over all games, rounded up to whole iterations"""
-    num_envs: int = 8
-    """games played side by side"""
-    num_steps: int = 128
-    """steps of each game in a rollout"""
-    num_minibatches: int = 4
-    """minibatches an epoch"""
-    update_epochs: int = 4
-    """passes over a rollout"""
-    learning_rate: float = 2.5e-4
-    """Adam's step size"""
-    anneal_lr: bool = True
-    """decay the learning rate linearly to zero"""
-    gamma: float = 0.99
-    """discount factor"""
-    gae_lambda: float = 0.95
-    """lambda of generalised advantage estimation"""
-    clip_coef: float = 0.1
-    """epsilon of the clipped surrogate, and of the clipped value loss"""
-    clip_vloss: bool = True
-    """clip the value loss around the rollout's values"""
-    norm_adv: bool = True
-    """normalise advantages within a minibatch"""
-    ent_coef: float = 0.01
-    """weight of the entropy bonus"""
-    vf_coef: float = 0.5
-    """weight of the value loss"""
-    max_grad_norm: float = 0.5
-    """largest norm of a minibatch's gradient"""
-    target_kl: float | None = None
-    """end an update before the step at which the approximate KL (nats) exceeds this"""
-    life_loss: bool = True
-    """a lost life is terminal to the learner (the game goes on), games start with up to 30 no-ops and FIRE;
-    --no-life-loss: neither, the protocol of Machado et al."""
-    sticky: float | None = None
-    """probability that ALE repeats the last action instead; default: 0, with --no-life-loss 0.25"""
-    max_frames: int = 108_000
-    """frames after which a game is cut off"""
-    bf16: bool = False
-    """run the convolutions in bfloat16 (weights, heads, losses and optimiser stay float32)"""
-    seed: int = 1
-    """seed of all random streams"""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """where the networks live; auto takes cuda if there is one"""
-    compile: bool = True
-    """compile the minibatch gradient (falls back to eager mode without a C++ compiler)"""
-    eval_every: int = 0
-    """evaluate every so many steps; 0: only at the end"""
-    eval_episodes: int = 10
-    """games of an evaluation: sampled actions, own seeds; 0: none"""
-    save_every: int = 100
-    """iterations between two checkpoints"""
-    run_name: str | None = None
-    """folder under runs/; default: game, script, seed and time"""
-    resume: Path | None = None
-    """continue the run in this folder, with its flags"""
-    eval_checkpoint: Path | None = None
-    """do not train: evaluate this checkpoint.pt"""
-    video: Path | None = None
-    """film the evaluation of --eval-checkpoint into this .gif or .mp4"""
-    track: bool = False
-    """log to Weights & Biases as well (WANDB_MODE=offline needs no network)"""
-    wandb_project_name: str = "ppo-verified"
-    """W&B project (the team comes from WANDB_ENTITY)"""
+    env_id: str = "ALE/Breakout-v5"  # id of an Atari game; how it is played say the flags, not its version
+    total_timesteps: Natural = 10_000_000  # agent steps (4 frames) of all games, rounded up to iterations
+    num_envs: Natural = 8  # games played side by side
+    num_steps: Natural = 128  # steps of each game in a rollout
+    num_minibatches: Natural = 4  # minibatches an epoch
+    update_epochs: Natural = 4  # passes over a rollout
+    learning_rate: Positive = 2.5e-4  # Adam's step size
+    anneal_lr: bool = True  # decay the learning rate linearly to zero
+    gamma: Fraction = 0.99  # discount factor
+    gae_lambda: Fraction = 0.95  # lambda of generalised advantage estimation
+    clip_coef: Positive = 0.1  # epsilon of the clipped surrogate, and of the clipped value loss
+    clip_vloss: bool = True  # clip the value loss around the rollout's values
+    norm_adv: bool = True  # normalise advantages within a minibatch
+    ent_coef: Weight = 0.01  # weight of the entropy bonus
+    vf_coef: Weight = 0.5  # weight of the value loss
+    max_grad_norm: Positive = 0.5  # largest norm of a minibatch's gradient
+    target_kl: Positive | None = None  # end an update before the step where the approximate KL exceeds it
+    life_loss: bool = True  # a lost life is terminal; no-ops and FIRE at the start (Machado et al.: neither)
+    sticky: Fraction | None = None  # chance that the last action repeats; default 0, --no-life-loss 0.25
+    max_frames: Frames = 108_000  # frames after which a game is cut off
+    bf16: bool = False  # convolutions in bfloat16 (weights, heads, losses and optimiser stay float32)
+    seed: NotNegative = 1  # seed of all random streams
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # of the networks; auto takes cuda if there is one
+    compile: bool = True  # compile the minibatch gradient (eager mode without a C++ compiler)
+    eval_every: NotNegative = 0  # evaluate every so many steps; 0: only at the end
+    eval_episodes: NotNegative = 10  # games of an evaluation: sampled actions, own seeds; 0: none
+    save_every: Natural = 100  # iterations between two checkpoints
+    run_name: str | None = None  # folder under runs/; default: game, script, seed and time
+    resume: Path | None = None  # go on with the run in this folder, which only --total-timesteps may change
+    start_from: Path | None = None  # begin a new run with the weights of this checkpoint
+    eval_checkpoint: Path | None = None  # do not train: evaluate this checkpoint
+    video: Path | None = None  # film the first game of --eval-checkpoint into this .gif
+    track: bool = False  # log to Weights & Biases as well (WANDB_MODE=offline needs no network)
+    wandb_project_name: str = "ppo-verified"  # W&B project (the team comes from WANDB_ENTITY)
 
     def __post_init__(self):
-        at_least_one = "total_timesteps num_envs num_steps num_minibatches update_epochs save_every".split()
-        for name, value in vars(self).items():
-            if not isinstance(value, (int, float)) or isinstance(value, bool):
-                continue
-            rule, holds = "must not be negative", 0 <= value < math.inf
-            if name in at_least_one:
-                rule, holds = "must be at least 1", value >= 1
-            elif name == "max_frames":
-                rule, holds = "must lie between 1 and 2**31 - 1", 1 <= value < 2**31
-            elif name in ("learning_rate", "clip_coef", "max_grad_norm", "target_kl"):
-                rule, holds = "must be positive and finite", 0 < value < math.inf
-            elif name in ("gamma", "gae_lambda", "sticky"):
-                rule, holds = "must lie in [0, 1]", 0 <= value <= 1
-            if not holds:
-                raise UsageError(f"--{name.replace('_', '-')} {value} {rule}")
+        check_flags(self)
         if self.batch_size % self.num_minibatches:
             raise UsageError(
                 f"--num-envs {self.num_envs} x --num-steps {self.num_steps} = {self.batch_size} samples "
@@ -167,24 +163,16 @@ class Args:
             )
         if self.norm_adv and self.batch_size == self.num_minibatches:
             raise UsageError("minibatches of one sample cannot be normalised: use fewer, or --no-norm-adv")
-        if self.video is not None and self.eval_checkpoint is None:
-            raise UsageError(f"--video {self.video} needs --eval-checkpoint")
-        if self.video is not None and Path(self.video).suffix not in (".gif", ".mp4"):
-            raise UsageError(f"--video {self.video} must end in .gif or .mp4")
-        if self.run_name is not None and Path(self.run_name).name != self.run_name:
-            raise UsageError(f"--run-name {self.run_name} must be the name of a folder under runs/")
-        if self.track and importlib.util.find_spec("wandb") is None:
-            raise UsageError("--track needs: pip install wandb")
-        if self.run_name is not None and self.resume is not None:
-            raise UsageError(f"--run-name {self.run_name} contradicts --resume {self.resume}")
+        if self.video is not None and (self.eval_checkpoint is None or self.video.suffix != ".gif"):
+            raise UsageError(f"--video {self.video} must end in .gif and needs --eval-checkpoint")
+        if self.video is not None and not self.video.parent.is_dir():
+            raise UsageError(f"--video {self.video}: there is no folder {self.video.parent}")
+        if self.eval_checkpoint is not None and not self.eval_episodes:
+            raise UsageError("--eval-checkpoint needs --eval-episodes of at least 1")
 
     @property
     def batch_size(self) -> int:
         return self.num_envs * self.num_steps
-
-    @property
-    def task_name(self) -> str:
-        return self.env_id.replace("/", "-")
 
     @property
     def num_iterations(self) -> int:
@@ -291,9 +279,10 @@ def layer_init(layer: nn.Module, gain: float = math.sqrt(2)) -> nn.Module:
 
 
 class Agent(nn.Module):
-    """The network of Mnih et al. (2015), a policy and a value head on it. Change the network only here."""
+    """The network of Mnih et al. (2015), a policy and a value head on it, and the policy's distribution: a
+    categorical one. Change network and distribution only here."""
 
-    def __init__(self, num_actions: int, bf16: bool):
+    def __init__(self, num_actions: int, bf16: bool = False):
         super().__init__()
         self.bf16 = bf16
         self.trunk = nn.Sequential(
@@ -312,12 +301,28 @@ class Agent(nn.Module):
         hidden = hidden.float()
         return self.actor(hidden), self.critic(hidden).squeeze(-1)
 
+    def acting(self, rng, num_steps: int, num_envs: int, own=slice(None), dtype=torch.float32):
+        """The policy as a function: obs (N, 4, 84, 84) -> sampled actions (N,), by the Gumbel-max trick.
 
-def flatten_parameters(module: nn.Module) -> torch.Tensor:
-    """Move all parameters into one vector of which they become views: one norm, one step, one all-reduce."""
-    flat = nn.utils.parameters_to_vector(module.parameters()).detach()
-    nn.utils.vector_to_parameters(flat, module.parameters())
-    return flat
+        The noise of `num_envs` games is drawn from `rng`, `num_steps` steps at once, and used in games `own`.
+        """
+        device, size = self.actor.weight.device, (num_steps, num_envs, self.actor.out_features)
+
+        def draw():
+            while True:
+                yield from torch.as_tensor(rng.gumbel(size=size)[:, own], dtype=dtype, device=device)
+
+        noise = draw()
+        return lambda obs: (self(torch.as_tensor(obs, device=device))[0] + next(noise)).argmax(-1)
+
+    def evaluate(self, obs, actions):
+        """Log-probability and entropy of actions, and values. (M, 4, 84, 84), (M,) -> (M,) each."""
+        logits, values = self(obs)
+        return *categorical_logp_entropy(logits, actions), values
+
+    def value(self, obs):
+        """(M, 4, 84, 84) -> (M,)."""
+        return self(obs)[1]
 
 
 # ---- 4. Environment ----------------------------------------------------------------------------------------
@@ -325,29 +330,15 @@ def flatten_parameters(module: nn.Module) -> torch.Tensor:
 
 def make_games(args: Args, num: int, **options) -> AtariVectorEnv:
     """ALE's vector environment: `num` games, 4 stacked frames of 84 x 84 grey, each the larger of two."""
-    try:
-        game = gym.spec(args.env_id).kwargs
-    except gym.error.Error as error:
-        raise UsageError(f"--env-id {args.env_id}: {error}") from error
+    game = gym.spec(args.env_id).kwargs
     if "game" not in game or game.get("obs_type") == "ram":
         raise UsageError(f"--env-id {args.env_id} is not an Atari game on pixels, such as ALE/Pong-v5")
     sticky = args.sticky if args.sticky is not None else 0.0 if args.life_loss else 0.25
-    envs = AtariVectorEnv(
+    return AtariVectorEnv(
         game["game"], num, life_loss_info=args.life_loss, use_fire_reset=args.life_loss,
         noop_max=30 if args.life_loss else 0, repeat_action_probability=sticky, reward_clipping=False,
         max_num_frames_per_episode=args.max_frames, **options,
     )  # fmt: skip
-    if not isinstance(envs.single_action_space, gym.spaces.Discrete):
-        raise UsageError(f"--env-id {args.env_id}: this script needs Discrete actions")
-    return envs
-
-
-def fire_action(env_id: str) -> int | None:
-    """The id of FIRE among the game's actions; None if it has none."""
-    ale = ale_py.ALEInterface()
-    ale.loadROM(ale_py.roms.get_rom_path(gym.spec(env_id).kwargs["game"]))
-    actions = ale.getMinimalActionSet()
-    return actions.index(ale_py.Action.FIRE) if ale_py.Action.FIRE in actions else None
 
 
 class Games:
@@ -359,12 +350,14 @@ class Games:
 
     RESEED = 5000  # steps between two seeds: with a seed ALE loads the game anew, which takes 15 resets' time
 
-    def __init__(self, args: Args, streams: list[np.random.SeedSequence]):
-        self.num = num = len(streams)
-        self.envs, self.rngs = make_games(args, num), [np.random.default_rng(stream) for stream in streams]
-        self.life_loss, self.max_frames = args.life_loss, args.max_frames
-        self.fire = fire_action(args.env_id) if args.life_loss else None
-        self.num_actions = int(self.envs.single_action_space.n)
+    def __init__(self, args: Args, streams: list[np.random.SeedSequence], own=slice(None)):
+        self.own, self.rngs = own, [np.random.default_rng(stream) for stream in streams[own]]
+        self.num = num = len(self.rngs)
+        with told(f"--env-id {args.env_id}"):
+            self.envs = make_games(args, num)
+        actions, fire = list(self.envs.ale.get_action_set()), ale_py.Action.FIRE
+        self.fire = actions.index(fire) if args.life_loss and fire in actions else None
+        self.args, self.num_actions = args, len(actions)
         self.seeds, self.actions = np.full(num, -1), [[] for _ in range(num)]
         self.score, self.length, self.fire_next = np.zeros(num), np.zeros(num, int), np.zeros(num, bool)
         self.first_frame = np.zeros(num, int)
@@ -390,21 +383,23 @@ class Games:
             self.actions[i].append(int(action))
         self.score += rewards
         self.length += 1
-        over = terminated & (info["lives"] == 0) if self.life_loss else terminated
-        late = info["episode_frame_number"] - self.first_frame >= self.max_frames
+        over = terminated & (info["lives"] == 0) if self.args.life_loss else terminated
+        late = info["episode_frame_number"] - self.first_frame >= self.args.max_frames
         self.over = over | truncated | late  # ALE does not tell the limit when a life is lost at it
         self.fire_next = terminated & ~self.over & (self.fire is not None)
         return rewards, terminated, truncated
 
     def state_dict(self):
-        """A list, so that the games of several processes can be put together."""
-        return [
-            {"rng": json.dumps(rng.bit_generator.state), "seed": int(seed), "obs": torch.tensor(obs),
+        """The games of all processes in a row."""
+        own = [
+            {"rng": rng.bit_generator.state, "seed": int(seed), "obs": torch.tensor(obs),
              "actions": torch.tensor(actions, dtype=torch.uint8)}
             for rng, seed, obs, actions in zip(self.rngs, self.seeds, self.obs, self.actions)
         ]  # fmt: skip
+        return sum(collect(own), [])
 
     def load_state_dict(self, states):
+        states = states[self.own]
         seeds, played = [state["seed"] for state in states], [state["actions"].tolist() for state in states]
         lengths = np.array([len(actions) for actions in played])
         self.reset(seeds=seeds)
@@ -416,54 +411,57 @@ class Games:
                 if self.over.any():
                     self.reset(self.over)
         for rng, state in zip(self.rngs, states):
-            rng.bit_generator.state = json.loads(state["rng"])
+            rng.bit_generator.state = state["rng"]
         if any(not np.array_equal(obs, state["obs"].numpy()) for obs, state in zip(self.obs, states)):
             print("the games do not repeat from their seeds: resuming with new games")
             self.reset(seeds=[rng.integers(2**31) for rng in self.rngs])
 
 
 @torch.no_grad()
-def evaluate_games(agent, games: Games, args: Args, device: torch.device, frames: list | None = None) -> dict:
-    """Whole games, sampled actions, raw scores, the same seeds each time. Films the first into `frames`."""
+def evaluate_games(agent: Agent, args: Args) -> dict:
+    """Whole games, sampled actions, raw scores, the same seeds each time; films the first one."""
     game_stream, action_stream = streams(args.seed)[3].spawn(2)
-    rng = np.random.default_rng(action_stream)
+    games, film = Games(args, game_stream.spawn(args.eval_episodes)), []
     games.reset(seeds=game_stream.generate_state(games.num) // 2)  # below 2**31
-    if frames is not None:  # the same game once more, in colour
+    act = agent.acting(np.random.default_rng(action_stream), 1, games.num, dtype=torch.float64)
+    if args.video is not None:  # the same game once more, in colour
         camera = make_games(args, 1, img_height=210, img_width=160, grayscale=False, stack_num=1)
         camera.reset(seed=games.seeds[:1])
     scores, lengths = np.zeros(games.num), np.zeros(games.num, int)
     while not lengths.all():
-        noise = torch.as_tensor(rng.gumbel(size=(games.num, games.num_actions)), device=device)
-        logits = agent(torch.as_tensor(games.obs, device=device))[0]
-        games.step((logits + noise).argmax(-1).cpu().numpy())
-        if frames is not None and not lengths[0]:
-            frames.append(camera.step(np.array(games.actions[0][-1:]))[0][0, 0])
+        games.step(act(games.obs).cpu().numpy())
+        if args.video is not None and not lengths[0]:
+            film.append(camera.step(np.array(games.actions[0][-1:]))[0][0, 0])
         ended = games.over & (lengths == 0)  # only the first game of each counts
         scores[ended], lengths[ended] = games.score[ended], games.length[ended]
-    return {
-        "eval/episodic_return": float(np.mean(scores)),
-        "eval/episodic_return_std": float(np.std(scores)),
-        "eval/episodic_length": float(np.mean(lengths)),
-    }
+    if args.video is not None:
+        with told(f"--video {args.video}"):
+            imageio.mimsave(args.video, film, fps=15)  # 60 frames a second, of which 4 are one step
+    means = float(np.mean(scores)), float(np.std(scores)), float(np.mean(lengths))
+    names = "eval/episodic_return", "eval/episodic_return_std", "eval/episodic_length"
+    tqdm.write(", ".join(f"{name} {value:.1f}" for name, value in zip(names, means)))
+    return dict(zip(names, means))
 
 
 # ---- 5. Rollout --------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
-def play_rollout(agent, games, rng, args, device, own=slice(None)):
-    """T steps of N games: a dict of (T, N, ...) tensors, and (score, length) of the ended games."""
-    T, N = args.num_steps, games.num
-    noise = rng.gumbel(size=(T, args.num_envs, games.num_actions))[:, own]
-    noise = torch.as_tensor(noise, dtype=torch.float32, device=device)
+def play_rollout(agent, games, rng, args):
+    """T steps of N games: a dict of (T, N, ...) tensors, and (score, length) of the ended games.
+
+    Values, advantages and returns are those of the games of all processes, the rest of this one's own.
+    """
+    T, N, device = args.num_steps, games.num, next(agent.parameters()).device
+    act = agent.acting(rng, T, args.num_envs, games.own)
     obs = torch.empty((T + 1, *games.obs.shape), dtype=torch.uint8, device=device)
-    actions = torch.empty((T, N), dtype=torch.int64, device=device)
+    actions = torch.zeros((T + 1, N), dtype=torch.int64, device=device)
     rewards = np.empty((T, N), np.float32)
     terminated, truncated = np.empty((T, N), bool), np.empty((T, N), bool)
     cut, episodes = [], []
     for t in range(T):
         obs[t] = torch.from_numpy(games.obs)
-        actions[t] = (agent(obs[t])[0] + noise[t]).argmax(-1)  # a sample: the Gumbel-max trick
+        actions[t] = act(obs[t])
         rewards[t], terminated[t], truncated[t] = games.step(actions[t].cpu().numpy())
         cut += [games.obs[i].copy() for i in np.flatnonzero(truncated[t])]  # reached, but not acted on
         if games.over.any():
@@ -472,131 +470,218 @@ def play_rollout(agent, games, rng, args, device, own=slice(None)):
     obs[T] = torch.from_numpy(games.obs)
     batch = {
         "obs": obs[:-1],
-        "actions": actions,
+        "actions": actions[:-1],
         "rewards": torch.as_tensor(np.sign(rewards), device=device),  # the score counts, its size does not
         "terminated": torch.as_tensor(terminated, device=device),
         "done": torch.as_tensor(terminated | truncated, device=device),
     }
-    chunks = obs.flatten(0, 1).split(args.batch_size // args.num_minibatches)
-    logits, values = (torch.cat(parts) for parts in zip(*(agent(chunk) for chunk in chunks)))  # [D5]
-    values = values.view(T + 1, N)
+    chunks = (x.flatten(0, 1).split(args.batch_size // args.num_minibatches) for x in (obs, actions))
+    evaluated = zip(*map(agent.evaluate, *chunks))  # [D5]
+    logps, _, values = (torch.cat(parts).view(T + 1, N) for parts in evaluated)
     next_values = values[1:].clone()
     if cut:  # [D1]
-        next_values[torch.as_tensor(truncated)] = agent(torch.as_tensor(np.stack(cut), device=device))[1]
-    batch["values"] = values[:-1]
-    batch["logps"] = categorical_logp_entropy(logits[:-N].view(T, N, -1), actions)[0]
+        next_values[torch.as_tensor(truncated)] = agent.value(torch.as_tensor(np.stack(cut), device=device))
+    batch["logps"], batch["values"] = logps[:-1], values[:-1]
     batch["advantages"], batch["returns"] = compute_gae(
         batch["rewards"], batch["values"], next_values,
         batch["terminated"], batch["done"], args.gamma, args.gae_lambda,
     )  # fmt: skip
-    return batch, episodes
+    for name in ("values", "advantages", "returns"):
+        batch[name] = all_columns(batch[name], games.own, args.num_envs)
+    return batch, sum(collect(episodes), [])
+
+
+def all_columns(x, own, total):
+    """(T, own) of this process to (T, total) of all, in the order of their ranks."""
+    whole = x.new_zeros(len(x), total)
+    whole[:, own] = x
+    return sum_over_processes(whole)
 
 
 # ---- 6. Update ---------------------------------------------------------------------------------------------
 
-LEARNT_FROM = ("obs", "actions", "logps", "returns", "values")
 STATS = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")
 
 
-def pixel_gradient(agent, batch, mb, clip_coef, clip_vloss, norm_adv, ent_coef, vf_coef, own=None):
+def pixel_gradient(agent, batch, mb, args, own=None):
     """Gradient of the PPO loss (eq. 9) on the samples `mb` as one vector, and STATS. One compiled graph.
 
     `own` restricts it to the rows and places in `mb` that this process has; advantages are of all processes.
     """
     rows, places = (mb, slice(None)) if own is None else own
-    b = {name: batch[name][rows] for name in LEARNT_FROM}
-    logits, values = agent(b["obs"])
-    logp, entropy = categorical_logp_entropy(logits, b["actions"])
+    b = {name: batch[name][rows] for name in ("obs", "actions", "logps")}
+    b |= {name: batch[name][mb][places] for name in ("values", "returns")}
+    logp, entropy, values = agent.evaluate(b["obs"], b["actions"])
     adv = batch["advantages"][mb]
-    adv = (whiten(adv) if norm_adv else adv)[places]  # [D6]
-    pg_loss = policy_loss(logp, b["logps"], adv, clip_coef, clip_coef).mean()
-    v_loss = value_loss(values, b["values"], b["returns"], clip_coef if clip_vloss else None).mean()
-    loss = pg_loss + vf_coef * v_loss - ent_coef * entropy.mean()
+    adv = (whiten(adv) if args.norm_adv else adv)[places]  # [D6]
+    pg_loss = policy_loss(logp, b["logps"], adv, args.clip_coef, args.clip_coef).mean()
+    value_clip = args.clip_coef if args.clip_vloss else None
+    v_loss = value_loss(values, b["values"], b["returns"], value_clip).mean()
+    loss = pg_loss + args.vf_coef * v_loss - args.ent_coef * entropy.mean()
     gradients = torch.autograd.grad(loss, list(agent.parameters()))
     kl1, kl3 = (approx_kl(b["logps"], logp, kind).mean() for kind in ("k1", "k3"))
-    clipped = clip_fraction(logp, b["logps"], adv, clip_coef, clip_coef)
+    clipped = clip_fraction(logp, b["logps"], adv, args.clip_coef, args.clip_coef)
     stats = torch.stack([pg_loss, v_loss, entropy.mean(), kl1, kl3, clipped])
     return torch.cat([g.reshape(-1) for g in gradients]), stats.detach()
 
 
-def compile_or_eager(function):
-    """torch.compile; where that fails (no C++ compiler), the same function uncompiled, said once."""
-    torch._dynamo.config.trace_autograd_ops = True
-    compiled = torch.compile(function, fullgraph=True, options={"cpp_wrapper": not torch.cuda.is_available()})
+def gradient_of_all(gradient, own):
+    """`gradient` over processes: each computes the part of which it has the samples, and all get the sum."""
 
-    def call(*inputs):
-        nonlocal compiled
-        try:
-            return compiled(*inputs)
-        except (torch._dynamo.exc.TorchDynamoException, torch._inductor.exc.InductorError) as error:
-            print(f"running uncompiled, since torch.compile failed: {str(error).splitlines()[0]}")
-            compiled = function
-            return function(*inputs)
+    def total(agent, batch, mb, args):
+        step, game = mb // args.num_envs, mb % args.num_envs
+        places = ((game >= own.start) & (game < own.stop)).nonzero().squeeze(-1)
+        rows = step[places] * (own.stop - own.start) + game[places] - own.start
+        part = batch["values"].new_zeros(sum(p.numel() for p in agent.parameters()) + len(STATS))
+        if len(rows):
+            part = torch.cat(gradient(agent, batch, mb, args, (rows, places))) * (len(rows) / len(mb))
+        return sum_over_processes(part).split([len(part) - len(STATS), len(STATS)])
 
-    return call
+    return total
 
 
-def optimizer_step(flat, grad, moments, lr):
-    """torch.optim.Adam's step (Kingma & Ba 2015) by its function: the class costs twice as much a call."""
-    state = [flat], [grad], [moments["exp_avg"]], [moments["exp_avg_sq"]], [], [moments["step"]]
-    constants = dict(beta1=0.9, beta2=0.999, eps=1e-5, weight_decay=0.0, amsgrad=False, maximize=False)
-    adam(*state, lr=lr, **constants, fused=True)
+class Adam:
+    """torch's Adam (Kingma & Ba 2015) on one vector, of which all weights become views: one norm, one step.
 
-
-def all_columns(x, total):
-    """(T, own) of this process to (T, total) of all, in the order of their ranks."""
-    if not dist.is_initialized():
-        return x
-    whole = x.new_zeros(len(x), total)
-    whole[:, share_of(total, dist.get_rank(), dist.get_world_size())] = x
-    return sum_over_processes(whole)
-
-
-def own_samples(mb, total):
-    """Of the samples `mb` of (T * total), this process's: rows in its own (T * own), and places in `mb`."""
-    own = share_of(total, dist.get_rank(), dist.get_world_size())
-    t, column = mb // total, mb % total
-    places = ((column >= own.start) & (column < own.stop)).nonzero().squeeze(-1)
-    return t[places] * (own.stop - own.start) + column[places] - own.start, places
-
-
-def update(flat, moments, lr, agent, gradient, batch, generator, args):
-    """Epochs of minibatch steps on one rollout. Returns the means of the STATS and the gradient norm.
-
-    The minibatches are the same in all processes; each computes the part of which it has the samples.
+    By torch's function, as a call of its class takes twice as long.
     """
-    b = {key: value.flatten(0, 1) for key, value in batch.items()}  # (T * N, ...)
-    everyone = {
-        key: all_columns(batch[key], args.num_envs).flatten() for key in ("advantages", "values", "returns")
-    }
-    b["advantages"] = everyone["advantages"]
-    settings = (args.clip_coef, args.clip_vloss, args.norm_adv, args.ent_coef, args.vf_coef)
+
+    def __init__(self, module: nn.Module):
+        self.weights = nn.utils.parameters_to_vector(module.parameters()).detach()
+        nn.utils.vector_to_parameters(self.weights, module.parameters())
+        self.moments = {name: torch.zeros_like(self.weights) for name in ("exp_avg", "exp_avg_sq")}
+        self.moments["step"] = torch.zeros((), device=self.weights.device)
+
+    def step(self, grad, lr):
+        mean, square, step = ([x] for x in self.moments.values())
+        constants = dict(beta1=0.9, beta2=0.999, eps=1e-5, weight_decay=0.0, amsgrad=False, maximize=False)
+        adam([self.weights], [grad], mean, square, [], step, lr=lr, **constants, fused=True)
+
+    def state_dict(self):
+        return self.moments
+
+    def load_state_dict(self, state):
+        for name, moment in self.moments.items():
+            moment.copy_(state[name])
+
+
+def update(agent, optimizer, lr, gradient, batch, generator, args):
+    """Epochs of minibatch steps on one rollout. Returns the means of the STATS and the gradient norm."""
+    names = ("obs", "actions", "logps", "advantages", "returns", "values")
+    b = {name: batch[name].flatten(0, 1) for name in names}  # (T * N, ...)
     stats, norms = [], []
     epochs = (
         minibatches(args.batch_size, args.num_minibatches, generator) for _ in range(args.update_epochs)
     )
     for mb in itertools.chain.from_iterable(epochs):
-        if dist.is_initialized():
-            own = own_samples(mb, args.num_envs)
-            part = flat.new_zeros(len(flat) + len(STATS))
-            if len(own[0]):
-                part = torch.cat(gradient(agent, b, mb, *settings, own)) * (len(own[0]) / len(mb))
-            grad, stat = sum_over_processes(part).split([len(flat), len(STATS)])
-        else:
-            grad, stat = gradient(agent, b, mb, *settings)
+        grad, stat = gradient(agent, b, mb.to(b["obs"].device), args)
         norm = torch.linalg.vector_norm(grad)
         stats.append(stat.clone())  # a CUDA graph would write the next ones over it
         norms.append(norm)
         if args.target_kl is not None and stat[STATS.index("approx_kl")] > args.target_kl:
             break  # ends the update: one loop holds all epochs [D7]
         grad *= (args.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
-        optimizer_step(flat, grad, moments, lr)
+        optimizer.step(grad, lr)
     means = dict(zip(STATS, torch.stack(stats).mean(0).tolist()), grad_norm=torch.stack(norms).mean().item())
-    means["explained_variance"] = explained_variance(everyone["values"], everyone["returns"]).item()
-    return means
+    if not (math.isfinite(means["grad_norm"]) and optimizer.weights.isfinite().all()):
+        raise FloatingPointError("the gradient is not finite")
+    means["explained_variance"] = explained_variance(b["values"], b["returns"]).item()
+    return {f"losses/{name}": value for name, value in means.items()}
 
 
-# ---- 7. Runs: processes, folder, checkpoint, signals -------------------------------------------------------
+# ---- 7. Main -----------------------------------------------------------------------------------------------
+
+
+def main(args: Args) -> dict:
+    """Train, or evaluate a checkpoint, as `args` say; returns the last metrics."""
+    device = torch.device("cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu")
+    rank, size = join_processes(device)
+    if size > args.num_envs:
+        raise UsageError(f"--num-envs {args.num_envs} is fewer than the {size} processes")
+    env_stream, action_stream, shuffle_stream, _ = streams(args.seed)  # [D10]
+    bits = np.random.PCG64(action_stream)
+    generator = torch.Generator(device).manual_seed(int(shuffle_stream.generate_state(1)[0]))
+    torch.manual_seed(args.seed)  # initial weights
+    games = Games(args, env_stream.spawn(args.num_envs), share_of(args.num_envs, rank, size))
+    agent = Agent(games.num_actions, args.bf16).to(device)
+    if args.eval_checkpoint is not None:
+        load_parts({"agent": agent}, load_checkpoint(args.eval_checkpoint))
+        return evaluate_games(agent, args)
+
+    games.reset()
+    optimizer, recent = Adam(agent), collections.deque(maxlen=100)
+    gradient = compile_or_eager(pixel_gradient) if args.compile else pixel_gradient
+    gradient = gradient if size == 1 else gradient_of_all(gradient, games.own)
+    run = Run(args, args.env_id, args.num_iterations, args.batch_size)
+    checked = lambda: check_weights(agent.parameters()) or agent.state_dict()
+    run.learnt = {"agent": Saved(checked, agent.load_state_dict)}
+    run.parts = {"optimizer": optimizer, "games": games}
+    run.parts["recent"] = Saved(lambda: list(recent), recent.extend)
+    run.parts["shuffle"] = Saved(generator.get_state, generator.set_state)
+    run.parts["actions"] = Saved(lambda: bits.state, lambda state: setattr(bits, "state", state))
+    if run.total != args.total_timesteps:
+        print(f"--total-timesteps {args.total_timesteps:,} rounded up to {run.total:,}, whole iterations")
+    print(f"{args.env_id} on {device}, {len(optimizer.weights):,} parameters, writing {run.folder}")
+    with run:
+        run.bar.set_postfix_str("compiling" if args.compile else "")
+        if size > 1:
+            dist.broadcast(optimizer.weights, 0)
+        check_weights(agent.parameters())
+        for iteration in run:
+            left = linear_schedule(iteration, args.num_iterations) if args.anneal_lr else 1.0
+            lr = args.learning_rate * left
+            batch, episodes = play_rollout(agent, games, np.random.Generator(bits), args)
+            losses = update(agent, optimizer, lr, gradient, batch, generator, args)
+
+            charts = {"charts/learning_rate": lr, "charts/episodes": len(episodes)}
+            recent.extend(score for score, _ in episodes)
+            if episodes:
+                means = np.mean(episodes, 0).tolist()
+                charts |= dict(zip(("charts/episodic_return", "charts/episodic_length"), means))
+            if recent:
+                charts["charts/episodic_return_100"] = float(np.mean(recent))  # of the last 100 episodes
+            run.log(losses | charts, {"return": np.mean(recent)} if recent else {})
+            if args.eval_episodes and run.due(args.eval_every):
+                run.log(collect(evaluate_games(agent, args) if rank == 0 else None)[0])
+    return run.metrics
+
+
+# ---- Nothing below is the algorithm ------------------------------------------------------------------------
+
+
+def parse_args(argv: list[str] | None = None, defaults: dict | None = None) -> Args:
+    """The command line over `defaults`, or over the flags of the run that is resumed or evaluated."""
+    args = tyro.cli(Args, args=argv, default=Args(**(defaults or {})))
+    if (path := args.resume or getattr(args, "eval_checkpoint", None)) is None:
+        return args
+    free = "resume eval_checkpoint start_from run_name device compile track wandb_project_name".split()
+    saved = {n: value for n, value in load_checkpoint(path)["args"].items() if n not in free}
+    args = tyro.cli(Args, args=argv, default=Args(**saved))
+    for name, before in saved.items() if args.resume else ():
+        now, flag = getattr(args, name), f"--{name.replace('_', '-')}"
+        if now != before and not (name.startswith("total_") and now > before):  # it may become longer
+            raise UsageError(f"{flag} {now} differs from the {before} of the run that --resume continues")
+    return args
+
+
+def compile_or_eager(function):
+    """torch.compile; where that fails (no C++ compiler), the same function uncompiled, said once."""
+    torch._dynamo.config.trace_autograd_ops = True
+    how = dict(fullgraph=True, options={"cpp_wrapper": not torch.cuda.is_available()})
+    try:
+        torch.compile(torch.sin, **how)(torch.ones(1))
+    except Exception as error:
+        print(f"running uncompiled, since torch.compile failed: {' '.join(str(error).split())[:400]}")
+        return function
+    return torch.compile(function, **how)
+
+
+def collect(x) -> list:
+    """The objects of all processes in the order of their ranks."""
+    found = [x] * (dist.get_world_size() if dist.is_initialized() else 1)
+    if dist.is_initialized():
+        dist.all_gather_object(found, x)
+    return found
 
 
 def join_processes(device: torch.device) -> tuple[int, int]:
@@ -606,7 +691,7 @@ def join_processes(device: torch.device) -> tuple[int, int]:
     if device.type == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     if not dist.is_initialized():
-        backend = "nccl" if device.type == "cuda" else "gloo"
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(hours=2))  # others wait while the first evaluates
         # an exit hook that runs after that of vLLM, which may have done the same
         weakref.finalize(dist, lambda: dist.is_initialized() and dist.destroy_process_group())
@@ -627,14 +712,6 @@ def sum_over_processes(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def collect(x) -> list:
-    """The objects of all processes in the order of their ranks."""
-    found = [x] * (dist.get_world_size() if dist.is_initialized() else 1)
-    if dist.is_initialized():
-        dist.all_gather_object(found, x)
-    return found
-
-
 def check_weights(parameters) -> None:
     """All processes must hold the same weights: compared by their sums, at start and at each checkpoint."""
     sums = collect([p.detach().double().sum().item() for p in parameters])
@@ -642,264 +719,166 @@ def check_weights(parameters) -> None:
         raise RuntimeError("the weights of the processes differ")
 
 
-def save_checkpoint(path: Path, state: dict) -> None:
-    """Write beside, then rename: a half-written file never replaces a good one."""
-    with open(path.with_suffix(".tmp"), "wb") as file:
-        torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(path.with_suffix(".tmp"), path)
+Saved = collections.namedtuple("Saved", "state_dict load_state_dict")  # a part that is two functions
 
 
 def load_checkpoint(path: Path) -> dict:
-    if not path.is_file():
-        raise UsageError(f"there is no checkpoint {path}")
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        assert state["script"] == SCRIPT
-    except Exception as error:
-        raise UsageError(f"{path} is not a whole checkpoint of {SCRIPT}.py") from error
-    return state
+    """A checkpoint, by its file or by the folder or the name of its run; with its "file"."""
+    for file in (path, path / "checkpoint.pt", "runs" / path / "checkpoint.pt"):
+        if file.is_file():
+            with told(f"{file} is not a whole checkpoint of {SCRIPT}.py"):
+                state = torch.load(file, map_location="cpu", weights_only=True) | {"file": file}
+                if state["script"] != SCRIPT:
+                    raise UsageError(f"{file} is a checkpoint of {state['script']}.py, not of {SCRIPT}.py")
+                return state
+    raise UsageError(f"there is no checkpoint {path}")
 
 
-def load_state(part, state: dict) -> None:
-    try:
-        part.load_state_dict(state)
-    except (RuntimeError, ValueError) as error:
-        raise UsageError(f"the checkpoint does not fit: {str(error).splitlines()[-1].strip()}") from error
+def load_parts(parts: dict, state: dict) -> None:
+    """Give each part what a checkpoint holds for it."""
+    for name, part in parts.items():
+        with told(f"{state['file']} does not fit, in its part {name}"):
+            part.load_state_dict(state["parts"][name])
 
 
-def resumed_args(args: Args, saved: dict) -> Args:
-    """The flags of the interrupted run; another value given now is an error."""
-    free, default = ("resume", "run_name", "device", "compile", "track", "wandb_project_name"), Args()
-    kept = {name: value for name, value in saved.items() if name not in free}
-    for name, value in kept.items():
-        if getattr(args, name) not in (getattr(default, name), value):
-            flag = f"--{name.replace('_', '-')} {getattr(args, name)}"
-            raise UsageError(f"{flag} differs from the {value} of the run that --resume continues")
-    return dataclasses.replace(args, **kept)
+class Run:
+    """A run without its algorithm: folder, config.json, metrics.jsonl, bar, W&B, signals, checkpoints.
 
+    What is saved and restored goes into `learnt` (weights and statistics: with them --start-from begins) and
+    `parts` (all else) before `with`: by name, whatever has state_dict and load_state_dict.
+    """
 
-@contextlib.contextmanager
-def stop_signals():
-    """Ctrl-C and kill ask for an end after the current iteration; a second one ends at once."""
-    received = []
+    def __init__(self, args: Args, task: str, iterations: int, size: int = 1):
+        self.args, self.size, self.total = args, size, iterations * size  # each is of `size` steps
+        self.learnt, self.parts, self.metrics, self.received, self.step = {}, {}, {}, [], 0
+        self.writes = not (dist.is_initialized() and dist.get_rank())  # the first process does
+        path = args.resume or args.start_from
+        self.state = None if path is None else load_checkpoint(path)
+        if args.resume is None:
+            self.folder = collect(self.new_folder(task) if self.writes else None)[0]
+        else:
+            self.folder, self.step = self.state["file"].parent, self.state["step"]
+        if self.step >= self.total:
+            raise UsageError(f"{self.folder} is finished, at step {self.step:,}: a larger total goes on")
+        self.begun = self.saved = self.step
 
-    def handle(signum, frame):
-        received.append(signum)
-        signal.signal(signum, before[signum])
+    def new_folder(self, task: str) -> Path:
+        """runs/<name> with config.json; an existing folder is never touched."""
+        default = f"{task}__{SCRIPT}__{self.args.seed}__{time.time_ns() // 10**6}"
+        folder = Path("runs") / (self.args.run_name or re.sub(r"[^\w.-]+", "-", default))
+        packages = ("torch", "numpy", "gymnasium", "mujoco", "ale_py", "transformers")
+        versions = {name: getattr(sys.modules.get(name), "__version__", None) for name in packages}
+        config = {
+            "args": vars(self.args),
+            "versions": {"python": platform.python_version(), **versions},
+            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
+            "processes": int(os.environ.get("WORLD_SIZE", 1)),
+            "sha256": hashlib.sha256(Path(__file__).read_bytes()).hexdigest(),
+        }
+        if folder.exists():
+            raise UsageError(f"{folder} exists: choose another --run-name, or --resume {folder}")
+        with told(f"cannot write {folder}"):
+            folder.mkdir(parents=True)
+            (folder / "config.json").write_text(json.dumps(config, indent=1, default=str) + "\n")
+        return folder
 
-    before = {signum: signal.signal(signum, handle) for signum in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield received
-    finally:
-        for signum, handler in before.items():
+    def __enter__(self):
+        if self.args.resume is not None:
+            load_parts(self.learnt | self.parts, self.state)
+            for path in self.folder.glob("*.jsonl") if self.writes else ():
+                lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+                path.write_text("".join(line for line in lines if json.loads(line)["step"] <= self.step))
+            if self.state["total"] != self.total:
+                print(f"{self.state['total']:,} steps become {self.total:,}: schedules are of the longer run")
+        elif self.state is not None:
+            load_parts(self.learnt, self.state)
+        self.state = self.wandb = None
+        if self.args.track and self.writes:
+            import wandb
+
+            settings = dict(project=self.args.wandb_project_name, config=vars(self.args), resume="allow")
+            self.wandb = wandb.init(name=self.folder.name, id=self.folder.name, **settings)
+        self.bar = tqdm(total=self.total, initial=self.step, unit=" steps", disable=not self.writes)
+        self.before = {s: signal.signal(s, self.receive) for s in (signal.SIGINT, signal.SIGTERM)}
+        self.start = time.perf_counter()
+        return self
+
+    def receive(self, signum, frame):
+        """Ctrl-C and kill ask for an end after the current iteration; a second one ends at once."""
+        self.received.append(signum)
+        signal.signal(signum, self.before[signum])
+
+    def __iter__(self):
+        for iteration in range(self.step // self.size, self.total // self.size):
+            self.step = (iteration + 1) * self.size
+            yield iteration
+            self.bar.update(self.size)
+            if (signals := sum(collect(self.received), [])) and self.step < self.total:  # all leave together
+                self.save()
+                self.bar.write(f"stopped at step {self.step:,}; {sys.argv[0]} --resume {self.folder} goes on")
+                raise SystemExit(128 + signals[0])
+
+    def due(self, every: int) -> bool:
+        """Each time that another `every` steps are full (0: never), and after the last step."""
+        return self.step == self.total or bool(every) and self.step % every < self.size
+
+    def log(self, metrics: dict, shown: dict | None = None) -> None:
+        """A line of metrics.jsonl (readers join those of one step), and what the bar shows.
+
+        Then the parts are saved if that is due: what follows in this step cannot lose them.
+        """
+        if self.metrics.get("step") != self.step:
+            seconds = time.perf_counter() - self.start
+            metrics |= {"charts/SPS": (self.step - self.begun) / seconds, "time/cpu": time.process_time()}
+            self.metrics = {"step": self.step, "folder": str(self.folder)}
+        self.metrics |= metrics
+        if self.writes:
+            finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+            with open(self.folder / "metrics.jsonl", "a") as file:
+                file.write(json.dumps({"step": self.step} | finite) + "\n")
+        if self.wandb:
+            self.wandb.log(metrics, step=self.step)
+        self.bar.set_postfix(shown or {}, refresh=False)
+        if self.due(self.args.save_every * self.size):
+            self.save()
+
+    def save(self) -> None:
+        """Write beside, then rename: a half-written file never replaces a good one."""
+        if self.saved == self.step:
+            return
+        state = {"script": SCRIPT, "step": self.step, "total": self.total}
+        state["args"] = json.loads(json.dumps(vars(self.args), default=str))
+        state["parts"] = {name: part.state_dict() for name, part in (self.learnt | self.parts).items()}
+        if self.writes:
+            good, half = self.folder / "checkpoint.pt", self.folder / "checkpoint.tmp"
+            with told(f"cannot write {good}"), contextlib.ExitStack() as last:
+                last.callback(half.unlink, missing_ok=True)
+                with open(half, "wb") as file:
+                    torch.save(state, file)
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.replace(half, good)
+        self.saved = self.step
+        collect(None)  # nobody leaves before it is written: torchrun ends all when one has left
+
+    def __exit__(self, kind, error, trace):
+        for signum, handler in self.before.items():
             signal.signal(signum, handler)
-
-
-def open_run(args: Args, device: torch.device) -> Path:
-    """A new folder runs/<name> with config.json; an existing one is never touched."""
-    default = f"{args.task_name}__{SCRIPT}__{args.seed}__{time.time_ns() // 10**6}"
-    folder = Path("runs") / (args.run_name or default)
-    packages = ("torch", "numpy", "gymnasium", "mujoco", "ale_py", "transformers")
-    versions = {name: getattr(sys.modules.get(name), "__version__", None) for name in packages}
-    config = {
-        "args": dataclasses.asdict(args),
-        "versions": {"python": platform.python_version(), **versions},
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or "cpu",
-        "processes": int(os.environ.get("WORLD_SIZE", 1)),
-        "sha256": hashlib.sha256(Path(__file__).read_bytes()).hexdigest(),
-    }
-    try:
-        folder.mkdir(parents=True)
-        (folder / "config.json").write_text(json.dumps(config, indent=1, default=str) + "\n")
-    except FileExistsError:
-        raise UsageError(f"{folder} exists: choose another --run-name, or --resume {folder}") from None
-    except OSError as error:
-        raise UsageError(f"cannot write {folder}: {error.strerror}") from error
-    return folder
-
-
-def write_metrics(path: Path, step: int, metrics: dict) -> None:
-    """One line of JSON; NaN becomes null."""
-    finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-    with open(path, "a") as file:
-        file.write(json.dumps({"step": step, **finite}) + "\n")
-
-
-def cut_log(path: Path, step: int) -> None:
-    """Drop the lines of a resumed run that are later than its checkpoint, or half written."""
-    lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-    path.write_text("".join(line for line in lines if json.loads(line)["step"] <= step))
-
-
-def start_tracking(args: Args, folder: Path):
-    """The run in Weights & Biases; a resumed run goes on there."""
-    import wandb
-
-    settings = dict(name=folder.name, id=folder.name, resume="allow", config=vars(args))
-    return wandb.init(project=args.wandb_project_name, **settings)
-
-
-def leave(signum: int, step: int, size: int, folder: Path) -> None:
-    """End as the signal asks, after a word on how to go on."""
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", size))
-    nodes = f" --nnodes {size // local} ..." if size > local else ""
-    launch = f"torchrun --nproc-per-node {local}{nodes}" if size > 1 else "python"
-    print(f"stopped at step {step:,}; continue with: {launch} {SCRIPT}.py --resume {folder}")
-    raise SystemExit(128 + signum)
-
-
-def name_last_checkpoint(error: Exception, step: int, folder: Path) -> None:
-    """Raise `error` again with its step and what is left; another process's end is a ConnectionError."""
-    if isinstance(error, RuntimeError) and not dist.is_initialized():
-        raise error
-    good = folder / "checkpoint.pt"
-    kept = f"{good}, step {load_checkpoint(good)['step']:,}" if good.exists() else "none yet"
-    text = f"stopped at step {step:,}: {error}; last good checkpoint: {kept}"
-    raise (ConnectionError if isinstance(error, RuntimeError) else type(error))(text) from error
-
-
-# ---- 8. Main -----------------------------------------------------------------------------------------------
-
-
-def replay_games(args: Args, device: torch.device) -> dict:
-    """--eval-checkpoint: evaluate a trained policy on the game it was trained on, and film its first game."""
-    state = load_checkpoint(args.eval_checkpoint)
-    kept = ("env_id", "life_loss", "sticky", "max_frames", "bf16")
-    args = dataclasses.replace(args, **{name: state["args"][name] for name in kept})
-    games = Games(args, streams(args.seed)[3].spawn(max(args.eval_episodes, 1)))
-    agent, frames = Agent(games.num_actions, args.bf16).to(device), None if args.video is None else []
-    load_state(agent, state["agent"])
-    metrics = evaluate_games(agent, games, args, device, frames)
-    print(
-        f"{args.env_id}, step {state['step']:,}: " + ", ".join(f"{k[5:]} {v:.1f}" for k, v in metrics.items())
-    )
-    if args.video is not None:
-        import imageio
-
-        try:
-            imageio.mimsave(args.video, frames, fps=15)  # 60 frames a second, of which 4 are one step
-        except (OSError, ValueError, ImportError) as error:  # a codec that is not installed
-            raise UsageError(f"--video {args.video}: {str(error).splitlines()[0]}") from error
-    return metrics
-
-
-def main(args: Args) -> dict:
-    """Train, or evaluate, as `args` say; returns the final metrics."""
-    if args.device == "cuda" and not torch.cuda.is_available():
-        raise UsageError("--device cuda: there is no CUDA device")
-    device = torch.device("cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu")
-    if args.eval_checkpoint is not None:
-        return replay_games(args, device)
-    rank, size = join_processes(device)
-    state = None
-    if args.resume is not None:
-        state = load_checkpoint(args.resume / "checkpoint.pt")
-        args = resumed_args(args, state["args"])
-    if size > args.num_envs:
-        raise UsageError(f"--num-envs {args.num_envs} is fewer than the {size} processes")
-    own = share_of(args.num_envs, rank, size)
-
-    env_stream, action_stream, shuffle_stream, eval_stream = streams(args.seed)  # [D10]
-    rng = np.random.default_rng(action_stream)
-    generator = torch.Generator(device).manual_seed(int(shuffle_stream.generate_state(1)[0]))
-    torch.manual_seed(args.seed)  # initial weights
-    games, eval_games = Games(args, env_stream.spawn(args.num_envs)[own]), None
-    if args.eval_episodes and rank == 0:
-        eval_games = Games(args, eval_stream.spawn(args.eval_episodes))
-    agent = Agent(games.num_actions, args.bf16).to(device)
-    flat = flatten_parameters(agent)
-    moments = {name: torch.zeros_like(flat) for name in ("exp_avg", "exp_avg_sq")}
-    moments["step"] = torch.zeros((), device=device)
-    gradient = compile_or_eager(pixel_gradient) if args.compile else pixel_gradient
-    recent, first, metrics, run = collections.deque(maxlen=100), 0, {}, None
-
-    if state is None:
-        folder = collect(open_run(args, device) if rank == 0 else None)[0]
-        games.reset()
-    else:
-        folder, first = args.resume, state["step"] // args.batch_size
-        if first == args.num_iterations:
-            raise UsageError(f"--resume {folder}: this run is finished, at step {state['step']:,}")
-        load_state(agent, state["agent"])
-        games.load_state_dict(state["games"][own])
-        for name, moment in moments.items():
-            moment.copy_(state["moments"][name])
-        rng.bit_generator.state = json.loads(state["actions"])
-        generator.set_state(state["shuffle"])
-        recent.extend(state["recent"])
-        if rank == 0:
-            cut_log(folder / "metrics.jsonl", state["step"])
-    if size > 1:
-        dist.broadcast(flat, 0)
-    check_weights([flat])
-    if args.track and rank == 0:
-        run = start_tracking(args, folder)
-    total = args.num_iterations * args.batch_size
-    if total != args.total_timesteps:
-        print(f"--total-timesteps {args.total_timesteps:,} rounded up to {total:,}, whole iterations")
-    print(f"{args.env_id} on {device}, {flat.numel():,} parameters, writing {folder}")
-
-    start = time.perf_counter()
-    shown, begun = sys.stdout if rank else sys.stderr, first * args.batch_size
-    with stop_signals() as stopped, tqdm(total=total, initial=begun, unit=" steps", file=shown) as bar:
-        try:
-            for iteration in range(first, args.num_iterations):
-                lr = args.learning_rate * (
-                    linear_schedule(iteration, args.num_iterations) if args.anneal_lr else 1.0
-                )
-                step = (iteration + 1) * args.batch_size
-                batch, episodes = play_rollout(agent, games, rng, args, device, own)
-                losses = update(flat, moments, lr, agent, gradient, batch, generator, args)
-                if not (math.isfinite(losses["grad_norm"]) and flat.isfinite().all()):
-                    raise FloatingPointError("the gradient is not finite")
-                episodes, signals = (sum(lists, []) for lists in zip(*collect((episodes, stopped))))
-                recent.extend(score for score, _ in episodes)
-                metrics = {f"losses/{name}": value for name, value in losses.items()}
-                metrics |= {"charts/learning_rate": lr, "charts/episodes": len(episodes)}
-                metrics["charts/SPS"] = (step - first * args.batch_size) / (time.perf_counter() - start)
-                if episodes:
-                    metrics["charts/episodic_return"], metrics["charts/episodic_length"] = np.mean(
-                        episodes, 0
-                    ).tolist()
-                if recent:
-                    metrics["charts/episodic_return_100"] = float(np.mean(recent))  # of the last 100 episodes
-                    bar.set_postfix({"return": f"{metrics['charts/episodic_return_100']:.1f}"}, refresh=False)
-                final = iteration + 1 == args.num_iterations
-                due = (
-                    args.eval_every and step // args.eval_every > (step - args.batch_size) // args.eval_every
-                )
-                if args.eval_episodes and (final or due) and rank == 0:
-                    metrics |= evaluate_games(agent, eval_games, args, device)
-                if rank == 0:
-                    write_metrics(folder / "metrics.jsonl", step, metrics)
-                if run:
-                    run.log(metrics, step=step)
-                bar.update(args.batch_size)
-                if final or signals or (iteration + 1) % args.save_every == 0:
-                    state = {"script": SCRIPT, "args": json.loads(json.dumps(vars(args), default=str))}
-                    state |= {"step": step, "shuffle": generator.get_state(), "recent": list(recent)}
-                    state |= {"actions": json.dumps(rng.bit_generator.state), "moments": moments}
-                    state |= {"agent": agent.state_dict(), "games": sum(collect(games.state_dict()), [])}
-                    check_weights([flat])
-                    if rank == 0:
-                        save_checkpoint(folder / "checkpoint.pt", state)
-                    collect(None)  # nobody leaves before it is written: torchrun ends all when one has left
-                if signals and not final:
-                    bar.close()
-                    leave(signals[0], step, size, folder)
-        except (FloatingPointError, RuntimeError) as error:
-            name_last_checkpoint(error, step, folder)
-    if run:
-        run.finish()
-    shown = [name for name in ("charts/episodic_return_100", "eval/episodic_return") if name in metrics]
-    print("; ".join([*(f"{name} {metrics[name]:.1f}" for name in shown), str(folder / "checkpoint.pt")]))
-    return metrics | {"step": total, "folder": str(folder)}
+        self.bar.close()
+        if self.wandb:
+            self.wandb.finish()
+        if kind is None:
+            print(f"finished: {self.folder / 'checkpoint.pt'}")
+        ended = isinstance(error, RuntimeError) and dist.is_initialized()  # another process did
+        if ended or isinstance(error, (UsageError, FloatingPointError)):
+            good = self.folder / "checkpoint.pt"
+            kept = f"{good}, step {load_checkpoint(good)['step']:,}" if good.exists() else "none yet"
+            text = f"stopped at step {self.step:,}: {error}; last good checkpoint: {kept}"
+            raise (ConnectionError if ended else kind)(text) from error
 
 
 if __name__ == "__main__":
     try:
-        main(tyro.cli(Args))
-    except (UsageError, FloatingPointError, OSError) as error:
-        sys.exit(f"{SCRIPT}.py: {error}")
+        main(parse_args())
+    except (UsageError, FloatingPointError, OSError, KeyboardInterrupt) as error:
+        sys.exit(f"{Path(__file__).name}: {str(error) or 'interrupted'}")

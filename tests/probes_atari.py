@@ -1,5 +1,6 @@
 """ALE's vector environment without ALE: small games whose every transition is known and logged."""
 
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import gymnasium as gym
@@ -7,7 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-ACTIONS = {"freeway": 3}  # game -> size of its action set, as in ALE; 4 (with FIRE as 1) in all others
+ale_py = pytest.importorskip("ale_py")
+ACTIONS = {"freeway": "NOOP UP DOWN"}  # game -> its action set, as in ALE; FOUR in all others
+FOUR = "NOOP FIRE RIGHT LEFT"
 
 
 class Row(NamedTuple):
@@ -80,7 +83,9 @@ class Probe:
         defaults = dict(noop_max=30, life_loss_info=False, episodic_life=False, reward_clipping=True)
         defaults |= dict(repeat_action_probability=0.0, max_num_frames_per_episode=108_000)
         self.name, self.num_envs, self.options = game, num_envs, defaults | options
-        self.single_action_space = gym.spaces.Discrete(ACTIONS.get(game, 4))
+        self.actions = [getattr(ale_py.Action, name) for name in ACTIONS.get(game, FOUR).split()]
+        self.ale = SimpleNamespace(get_action_set=lambda: self.actions)
+        self.single_action_space = gym.spaces.Discrete(len(self.actions))
         self.single_observation_space = gym.spaces.Box(0, 255, (4, 84, 84), np.uint8)
         self.action_space = gym.vector.utils.batch_space(self.single_action_space, num_envs)
         self.observation_space = gym.vector.utils.batch_space(self.single_observation_space, num_envs)
@@ -159,30 +164,43 @@ class Shown(Probe):
     game_class = ShownGame
 
 
-class Tiny(torch.nn.Module):
+def tiny(agent_class):
     """A network a hundred times faster than that of a script, and peaked from the start: for the loop's tests.
 
-    It sees one pixel of each square of 14 x 14, of which the probe's pictures are made.
+    It sees one pixel of each square of 14 x 14, of which the probe's pictures are made. The distribution, and what
+    else the class can do, is the script's own.
     """
 
-    def __init__(self, num_actions, *rest, **named):
-        super().__init__()
-        self.body = torch.nn.Linear(144, 32)
-        self.actor, self.critic = torch.nn.Linear(32, num_actions), torch.nn.Linear(32, 1)
-        with torch.no_grad():
-            self.body.weight *= 4.0
-            self.actor.weight *= 4.0
+    class Tiny(agent_class):
+        def __init__(self, num_actions, *rest, **named):
+            torch.nn.Module.__init__(self)
+            self.body = torch.nn.Linear(144, 32)
+            self.actor, self.critic = torch.nn.Linear(32, num_actions), torch.nn.Linear(32, 1)
+            with torch.no_grad():
+                self.body.weight *= 4.0
+                self.actor.weight *= 4.0
 
-    def forward(self, obs):
-        hidden = self.body(obs[..., 7::14, 7::14].flatten(1) / 255.0 - 0.5).tanh()
-        return self.actor(hidden), self.critic(hidden).squeeze(-1)
+        def forward(self, obs):
+            hidden = self.body(obs[..., 7::14, 7::14].flatten(1) / 255.0 - 0.5).tanh()
+            return self.actor(hidden), self.critic(hidden).squeeze(-1)
+
+    return Tiny
 
 
 def can_be_replaced(agent_class) -> bool:
-    """Is called as ours and returns logits and values, so that `Tiny` can stand for it."""
+    """Is called as ours, returns logits and values, and acts with any such network: `tiny` can stand for it."""
+    obs, actions = torch.zeros(2, 4, 84, 84, dtype=torch.uint8), torch.zeros(2, dtype=torch.int64)
     try:
         with torch.no_grad():
-            logits, value = agent_class(3, False)(torch.zeros(2, 4, 84, 84, dtype=torch.uint8))
-        return logits.shape == (2, 3) and value.numel() == 2
+            for agent in (agent_class(3, False), tiny(agent_class)(3, False)):
+                (logits, value), told = agent(obs), agent.evaluate(obs, actions)
+                act = agent.acting(np.random.default_rng(0), 1, 2)
+                if (
+                    logits.shape != (2, 3)
+                    or value.numel() != 2
+                    or [x.shape for x in (*told, act(obs))] != 4 * [(2,)]
+                ):
+                    return False
+        return True
     except (TypeError, ValueError, RuntimeError, AttributeError):
         return False

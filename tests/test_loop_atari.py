@@ -6,6 +6,7 @@ import json
 import math
 import os
 import signal
+from pathlib import Path
 
 import numpy as np
 import probes_atari
@@ -26,7 +27,7 @@ FIRE = 1
 def tiny(script, monkeypatch):
     """A small network in place of the script's, unless it is called otherwise: its own is then used, slowly."""
     if probes_atari.can_be_replaced(script.find("Agent")):
-        monkeypatch.setattr(script.module, "Agent", probes_atari.Tiny)
+        monkeypatch.setattr(script.module, "Agent", probes_atari.tiny(script.find("Agent")))
 
 
 @pytest.fixture
@@ -136,9 +137,11 @@ def scores_of(rows):
 
 
 def lines(out):
-    """metrics.jsonl without the one number that depends on the clock."""
-    rows = [json.loads(line) for line in open(f"{out['folder']}/metrics.jsonl")]
-    return [{key: value for key, value in row.items() if key != "charts/SPS"} for row in rows]
+    """metrics.jsonl, the lines of one step joined, without the numbers that depend on the clock."""
+    rows = {}
+    for row in map(json.loads, open(f"{out['folder']}/metrics.jsonl")):
+        rows[row["step"]] = rows.get(row["step"], {}) | row
+    return [{k: v for k, v in row.items() if k not in ("charts/SPS", "time/cpu")} for row in rows.values()]
 
 
 # ---- rollout ----
@@ -355,7 +358,7 @@ def test_actions_and_pictures_stay_with_their_row(record, train, batches):
     rows = {round(v, 5): k for k, v in enumerate(batch["values"].flatten().tolist())}
     logits = agent(batch["obs"].flatten(0, 1))[0].detach()
     order = [rows[round(v, 5)] for v in value[0][0][1].tolist()]
-    (given, action), *_ = next(call for call in scored if call[0][1].shape == (10,))
+    given, action = scored[-len(value)][0]  # the update's come last
     assert torch.equal(action, batch["actions"].flatten()[order])
     torch.testing.assert_close(given, logits[order], atol=1e-4, rtol=1e-4)
 
@@ -399,7 +402,7 @@ def test_update_equals_the_textbook(script, monkeypatch, train, batches, norm):
     for parameter in agent.parameters():
         parameter.data = parameter.data.clone()  # no longer views of one vector
     reference_update(script, agent, batch, 4, 4, 0.15, 0.1, 0.7, norm, 2e-3)
-    trained = torch.load(f"{out['folder']}/checkpoint.pt", weights_only=False)["agent"]
+    trained = torch.load(f"{out['folder']}/checkpoint.pt", weights_only=True)["parts"]["agent"]
     for name, weight in agent.state_dict().items():
         torch.testing.assert_close(
             trained[name], weight, atol=5e-5, rtol=1e-3, msg=lambda m, n=name: f"{n}: {m}"
@@ -478,7 +481,7 @@ def test_metrics_are_means_over_minibatches(script, record, train, record_proper
              for name, calls in (("policy_loss", policy), ("value_loss", value), ("clipfrac", clipped))}  # fmt: skip
     log_ratio = torch.cat([inputs[0] - inputs[1] for inputs, _, _ in policy])
     entropies = [torch.distributions.Categorical(logits=inputs[0]).entropy().mean()
-                 for inputs, _, _ in scored if inputs[1].shape == (20,)]  # fmt: skip
+                 for inputs, _, _ in scored[-len(value) :]]  # the update's come last  # fmt: skip
     values, returns = gae[0][0][1], gae[0][1][1]
     means |= {
         "approx_kl": (torch.expm1(log_ratio) - log_ratio).mean().item(),
@@ -486,7 +489,7 @@ def test_metrics_are_means_over_minibatches(script, record, train, record_proper
         "entropy": torch.stack(entropies).mean().item(),
         "explained_variance": 1 - ((returns - values).var() / returns.var()).item(),
     }
-    assert len(entropies) == 8 and means["clipfrac"] > 0
+    assert len(entropies) == 8 == len(policy) and means["clipfrac"] > 0
     for name, mean in means.items():
         if not script.own and f"losses/{name}" not in out:
             record_property("unverified", f"there is no metric losses/{name}")
@@ -571,7 +574,7 @@ def test_network_is_that_of_the_paper(script):
         torch.testing.assert_close(head.view_as(expected), expected, atol=1e-5, rtol=1e-4)
 
 
-def a_batch(script, agent, n=48):
+def a_batch(agent, n=48):
     """What the update learns from: pictures, and numbers near those of the network."""
     obs = picture(n)
     with torch.no_grad():
@@ -581,21 +584,20 @@ def a_batch(script, agent, n=48):
     noise = torch.Generator().manual_seed(3)
     batch = {"obs": obs, "actions": actions, "logps": logps + 0.03 * torch.randn(n, generator=noise)}
     batch["advantages"], values = torch.randn(n, generator=noise), values.clone()
-    batch |= {"values": values, "returns": values + torch.randn(n, generator=noise)}
-    return batch | {name: torch.randn(n) for name in script.LEARNT_FROM if name not in batch}
+    return batch | {"values": values, "returns": values + torch.randn(n, generator=noise)}
 
 
 def test_compiled_and_eager_gradient_agree(script, tiny, capsys):
     """torch.compile changes the speed, not the numbers, and sees flags that change between calls (B35)."""
     agent = network(script, 4, False)
-    batch, compiled = a_batch(script, agent), script.compile_or_eager(script.pixel_gradient)
-    for mb, settings in (
-        (torch.arange(24), (0.2, True, True, 0.1, 0.5)),
-        (torch.arange(24, 48), (0.1, True, True, 0.0, 0.9)),
+    batch, compiled = a_batch(agent), script.compile_or_eager(script.pixel_gradient)
+    for mb, flags in (
+        (torch.arange(24), dict(clip_coef=0.2, ent_coef=0.1, vf_coef=0.5)),
+        (torch.arange(24, 48), dict(clip_coef=0.1, ent_coef=0.0, vf_coef=0.9)),
+        (torch.arange(24, 48), dict(clip_vloss=False, norm_adv=False)),
     ):
-        for a, b in zip(
-            compiled(agent, batch, mb, *settings), script.pixel_gradient(agent, batch, mb, *settings)
-        ):
+        args = script.Args(**script.flags(**flags))
+        for a, b in zip(compiled(agent, batch, mb, args), script.pixel_gradient(agent, batch, mb, args)):
             torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-3)
     if "running uncompiled" in capsys.readouterr().out:
         pytest.skip("there is no C++ compiler: nothing was compiled")
@@ -608,8 +610,8 @@ def test_gradient_in_bf16_is_close_to_float32(script):
     gradients = []
     for bf16 in (False, True):
         agent = network(script, 4, bf16)
-        batch = gradients[0][2] if bf16 else a_batch(script, agent)
-        grad, stats = script.pixel_gradient(agent, batch, torch.arange(48), 0.1, True, True, 0.01, 0.5)
+        batch = gradients[0][2] if bf16 else a_batch(agent)
+        grad, stats = script.pixel_gradient(agent, batch, torch.arange(48), script.Args())
         assert grad.dtype == stats.dtype == torch.float32
         assert all(w.dtype == torch.float32 for w in agent.parameters())
         gradients.append((grad, stats, batch))
@@ -624,9 +626,9 @@ def test_bf16_run_keeps_float32_weights_and_optimiser(script, probe, run, batche
     """A whole iteration with --bf16: weights, moments, values, log-probabilities and returns are float32, and the
     acting weights' ratio to themselves is 1 up to bfloat16's rounding."""
     out = run(bf16=True, num_steps=8, total_timesteps=16, update_epochs=1, num_minibatches=2)
-    state = torch.load(f"{out['folder']}/checkpoint.pt", weights_only=False)
-    moments = list(state["moments"].values()) if script.own else [*state.get("moments", {}).values()]
-    for tensor in [*state["agent"].values(), *moments]:
+    parts = torch.load(f"{out['folder']}/checkpoint.pt", weights_only=True)["parts"]
+    moments = list(parts["optimizer"].values()) if script.own else [*parts.get("optimizer", {}).values()]
+    for tensor in [*parts["agent"].values(), *moments]:
         assert tensor.dtype == torch.float32
     assert all(
         batches[0][0][name].dtype == torch.float32 for name in ("logps", "values", "returns", "advantages")
@@ -634,13 +636,50 @@ def test_bf16_run_keeps_float32_weights_and_optimiser(script, probe, run, batche
     assert math.isfinite(out["losses/grad_norm"]) and abs(out["losses/approx_kl"]) < 1e-3
 
 
-def test_parameters_are_views_of_the_flat_vector(script):
-    """One optimiser step on the flat vector moves every parameter, in the order of the gradient's parts."""
-    agent = probes_atari.Tiny(3)
-    flat = script.flatten_parameters(agent)
-    flat.copy_(torch.arange(len(flat)))
-    joined = torch.cat([p.flatten() for p in agent.parameters()])
-    assert torch.equal(joined, flat) and sum(p.numel() for p in agent.parameters()) == len(flat)
+@pytest.mark.parametrize("num_envs, own", [(3, slice(None)), (6, slice(1, 4))])
+def test_acting_is_what_is_evaluated(script, num_envs, own):
+    """Actions are samples by the noise of the games' own places among all, one row a step in whatever blocks it is
+    drawn; `evaluate` gives them the log-probability, entropy and value that torch gives for the same weights."""
+    network(script, 5, False)  # of ours or of another shape
+    agent, obs = probes_atari.tiny(script.module.Agent)(5), picture()
+    with torch.no_grad():
+        noise = np.random.default_rng(1).gumbel(size=(7, num_envs, 5))[:, own].astype(np.float32)
+        logits, values = agent(obs)
+        expected = (logits + torch.tensor(noise)).argmax(-1)
+        for num_steps in (7, 2, 1):
+            act = agent.acting(np.random.default_rng(1), num_steps, num_envs, own)
+            assert torch.equal(torch.stack([act(obs) for _ in range(7)]), expected)
+        again = agent.acting(np.random.default_rng(1), 7, num_envs, own)(obs.numpy())
+        assert torch.equal(again, expected[0]) and len(expected.unique()) > 2
+        policy = torch.distributions.Categorical(logits=logits)
+        for given, right in zip(
+            agent.evaluate(obs, again), (policy.log_prob(again), policy.entropy(), values), strict=True
+        ):
+            torch.testing.assert_close(given, right)
+
+
+def test_adam_is_torchs(script, monkeypatch):
+    """Every weight of the module is a part of the one vector, in the order of the gradient's parts, and moves as
+    torch's Adam moves it; a state that was saved goes on where it was."""
+    a, b = (torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2)) for _ in range(2))
+    b.load_state_dict(a.state_dict())
+    ours, theirs = script.Adam(a), torch.optim.Adam(b.parameters(), eps=1e-5)
+    steps = spy_on_adam(script, monkeypatch)
+    for step in range(6):
+        if step == 3:
+            state = {name: x.clone() for name, x in ours.state_dict().items()}
+            ours = script.Adam(a)
+            ours.load_state_dict(state)
+        grads = [torch.randn_like(p) for p in b.parameters()]
+        ours.step(torch.cat([g.flatten() for g in grads]), 1e-2 / (step + 1))
+        uses_adam(script, steps)
+        theirs.param_groups[0]["lr"] = 1e-2 / (step + 1)
+        for p, g in zip(b.parameters(), grads):
+            p.grad = g
+        theirs.step()
+        for p, q in zip(a.parameters(), b.parameters()):
+            torch.testing.assert_close(p, q, atol=1e-7, rtol=1e-6)
+    assert torch.equal(ours.weights, torch.cat([p.detach().flatten() for p in a.parameters()]))
 
 
 # ---- runs ----
@@ -659,34 +698,36 @@ def test_same_seed_same_numbers(train):
     assert len(set(seeds)) == len(seeds) >= 2 and len(set(pictures)) == len(pictures)
 
 
-def test_evaluation_changes_nothing(script, train, tmp_path):
+def test_evaluation_changes_nothing(script, train):
     """Evaluations use games, seeds and streams of their own: training is the same to the bit with them (B53)."""
     a = train(run_name="a", num_steps=20)
     b = train(run_name="b", num_steps=20, eval_every=40, eval_episodes=3)
     evaluated = lines(b)
     assert all("eval/episodic_return" in row for row in evaluated)
     assert lines(a) == [{k: v for k, v in row.items() if not k.startswith("eval/")} for row in evaluated]
-    trained, own = Probe.made[:2]
-    seeds, others = ({seed for _, seed in env.resets if seed >= 0} for env in (trained, own))
+    trained, *own = Probe.made
+    seeds, others = (
+        {seed for env in envs for _, seed in env.resets if seed >= 0} for envs in ([trained], own)
+    )
     assert seeds and others and not seeds & others
-    flags = script.flags(eval_checkpoint=tmp_path / "runs/b/checkpoint.pt", eval_episodes=3, device="cpu")
-    again = script.main(script.Args(**flags))  # the saved policy scores what it scored in the run
-    assert again["eval/episodic_return"] == b["eval/episodic_return"]
+    for checkpoint in ("runs/b/checkpoint.pt", "runs/b", "b"):
+        again = script.main(script.parse_args(["--eval-checkpoint", checkpoint, "--device", "cpu"]))
+        assert again["eval/episodic_return"] == b["eval/episodic_return"]  # what it scored in the run
 
 
 def test_evaluation_is_over_whole_games(train):
     """Raw scores of the first whole game of each copy, across its lives (B53), with the same seeds each time."""
     out = train(eval_episodes=64, eval_every=40, learning_rate=1e-12, sticky=0.0, max_frames=400)
-    env = next(env for env in Probe.made if env.num_envs == 64)
-    rows, firsts = probes_atari.steps(env), []
-    starts = [k for k in range(len(rows)) if k == 0 or k % (len(rows) // 3) == 0]
+    envs = [env for env in Probe.made if env.num_envs == 64]
+    rows, firsts = probes_atari.steps(envs[-1]), []
+    rows = rows[-(len(rows) * len(envs) // 3) :]  # of the last evaluation, if all have the same games
     for i in range(64):
-        game = [step[i] for step in rows[starts[-1] :]]
+        game = [step[i] for step in rows]
         end = next(k for k, row in enumerate(game) if row.over)
         firsts.append((sum(row.reward for row in game[: end + 1]), end + 1))
         assert sum(row.life_lost for row in game[: end + 1]) in (1, 2, 3) or game[end].truncated
     scores, lengths = zip(*firsts)
-    ends = [sum(step[i].over for step in rows[starts[-1] :]) for i in range(64)]
+    ends = [sum(step[i].over for step in rows) for i in range(64)]
     assert max(ends) > 1, (lengths, ends)  # some end once more before the last has ended
     assert out["eval/episodic_return"] == pytest.approx(np.mean(scores))
     assert out["eval/episodic_return_std"] == pytest.approx(np.std(scores))
@@ -711,15 +752,13 @@ def stop_and_resume(script, monkeypatch, run, tmp_path, sent, capsys, **flags):
     assert stop.value.code == 128 + sent and len(calls) == 2
     with open("runs/cut/metrics.jsonl", "a") as file:
         file.write('{"step": 99999}\n')  # a line written after the checkpoint must go
-    resumed = script.main(
-        script.Args(**script.flags(resume=tmp_path / "runs/cut", compile=False, device="cpu"))
-    )
+    resumed = script.main(script.parse_args(["--resume", "runs/cut", "--no-compile", "--device", "cpu"]))
     assert "do not repeat" not in capsys.readouterr().out
     assert lines(resumed) == lines(whole)
-    a, b = (torch.load(f"runs/{name}/checkpoint.pt", weights_only=False) for name in ("whole", "cut"))
-    for part in ("agent", "moments", "games", "actions", "shuffle", "recent"):
-        if script.own or part in a:
-            assert same(a[part], b[part]), part
+    a, b = (torch.load(f"runs/{name}/checkpoint.pt", weights_only=True)["parts"] for name in ("whole", "cut"))
+    assert a.keys() == b.keys() and {"agent", "games"} <= a.keys()
+    for part in a:
+        assert same(a[part], b[part]), part
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
@@ -744,14 +783,14 @@ def test_games_that_do_not_repeat_are_started_anew(script, train, tmp_path, caps
     """Emulators that do not repeat (another version of ALE) are noticed: the run goes on with new games, and says so."""
     train(run_name="x", total_timesteps=200)
     path = tmp_path / "runs/x/checkpoint.pt"
-    state = torch.load(path, weights_only=False)
+    state = torch.load(path, weights_only=True)
     try:
-        state["games"][1]["obs"][0, 0, 0] += 1
+        state["parts"]["games"][1]["obs"][0, 0, 0] += 1
     except (KeyError, IndexError, TypeError):
         script.gone("keeps its games in another way")
-    state["args"]["total_timesteps"] = 400
     torch.save(state, path)
-    out = script.main(script.Args(**script.flags(resume=path.parent, compile=False, device="cpu")))
+    words = ["--resume", "runs/x", "--total-timesteps", "400", "--no-compile", "--device", "cpu"]
+    out = script.main(script.parse_args(words))
     assert out["step"] == 400 and "do not repeat" in capsys.readouterr().out
 
 
@@ -771,8 +810,8 @@ def test_nan_stops_the_run_and_keeps_the_good_checkpoint(script, monkeypatch, tr
         FloatingPointError, match=r"stopped at step 160: .* checkpoint: .*runs/x/checkpoint.pt, step 120"
     ):
         train(total_timesteps=400, save_every=1, run_name="x")
-    state = torch.load("runs/x/checkpoint.pt", weights_only=False)
-    assert state["step"] == 120 and all(w.isfinite().all() for w in state["agent"].values())
+    state = torch.load("runs/x/checkpoint.pt", weights_only=True)
+    assert state["step"] == 120 and all(w.isfinite().all() for w in state["parts"]["agent"].values())
     monkeypatch.setattr(script.module, "play_rollout", rollout)
     with pytest.raises(
         FloatingPointError, match="stopped at step 40: the gradient is not finite; .* none yet"
@@ -790,17 +829,19 @@ def test_half_written_checkpoint_never_replaces_a_good_one(script, monkeypatch, 
         raise OSError("disk full")
 
     monkeypatch.setattr(torch, "save", dies)
-    with pytest.raises(OSError):
-        script.save_checkpoint(path, {})
-    assert path.read_bytes() == good
+    longer = ["--resume", "runs/x", "--total-timesteps", "80", "--no-compile", "--device", "cpu"]
+    with pytest.raises(script.UsageError, match="cannot write runs/x/checkpoint.pt: OSError: disk full"):
+        script.main(script.parse_args(longer))
+    assert path.read_bytes() == good and not list(path.parent.glob("*.tmp"))
 
 
-def test_checkpoint_loads_without_pickle(script, train, tmp_path):
+def test_checkpoint_loads_without_pickle(script, train):
     """A checkpoint holds tensors and plain numbers only, also when games have ended: torch loads it safely, and the
     script reads what it wrote."""
     out = train(run_name="x")
     assert out["charts/episodes"] > 0
-    script.load_checkpoint(tmp_path / "runs/x/checkpoint.pt")
+    for path in ("runs/x/checkpoint.pt", "runs/x", "x"):
+        assert script.load_checkpoint(Path(path))["step"] == out["step"]
     torch.load("runs/x/checkpoint.pt", weights_only=True)
 
 
