@@ -55,11 +55,13 @@ import re
 import signal
 import sys
 import time
+import traceback
+import typing
 import weakref
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
@@ -75,181 +77,137 @@ SCRIPT = "grpo_rlhf"
 # ---- 1. Arguments ------------------------------------------------------------------------------------------
 
 
-class UsageError(ValueError):
+class UsageError(Exception):
     """A fault of the command line, a file, an environment or a model, told in one sentence."""
+
+
+class told(contextlib.AbstractContextManager):
+    """A context in which whatever is raised becomes one sentence: the fault, what was raised, and where."""
+
+    def __init__(self, fault: str):
+        self.fault = fault
+
+    def __exit__(self, kind, error, trace):
+        if isinstance(error, Exception) and not isinstance(error, (UsageError, FloatingPointError)):
+            place, words = traceback.extract_tb(trace)[-1], " ".join(str(error).split())[:400]
+            where = f"({Path(place.filename).name}:{place.lineno})"
+            raise UsageError(f"{self.fault}: {kind.__name__}: {words} {where}") from error
+
+
+Natural = Annotated[int, "must be at least 1", lambda x: x >= 1]
+NotNegative = Annotated[int, "must not be negative", lambda x: x >= 0]
+GroupSize = Annotated[int, "must be at least 2: a group of one has no baseline", lambda x: x >= 2]
+Seed = Annotated[int, "must lie in [0, 2**63)", lambda x: 0 <= x < 2**63]
+Weight = Annotated[float, "must not be negative", lambda x: 0 <= x < math.inf]
+Positive = Annotated[float, "must be positive and finite", lambda x: 0 < x < math.inf]
+Fraction = Annotated[float, "must lie in [0, 1]", lambda x: 0 <= x <= 1]
+
+
+def check_flags(args) -> None:
+    """The rule in each flag's type, and the rules that all scripts share."""
+    for field in dataclasses.fields(args):
+        value, flag = getattr(args, field.name), f"--{field.name.replace('_', '-')}"
+        for kind in (field.type, *typing.get_args(field.type)):
+            rule, holds = getattr(kind, "__metadata__", ("", lambda x: True))
+            if value is not None and not holds(value):
+                raise UsageError(f"{flag} {value} {rule}")
+        if field.name in ("run_name", "start_from") and None not in (value, args.resume):
+            raise UsageError(f"{flag} {value} contradicts --resume {args.resume}")
+    if args.run_name is not None and Path(args.run_name).name != args.run_name:
+        raise UsageError(f"--run-name {args.run_name} must be the name of a folder under runs/")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device cuda: there is no CUDA device")
+    if args.track and importlib.util.find_spec("wandb") is None:
+        raise UsageError("--track needs: pip install wandb")
 
 
 @dataclass
 class Args:
     """Group-relative policy optimisation of a language model on verifiable rewards, in one file."""
 
-    model: str | None = None
-    """causal language model, a folder or a hub name; default: a tiny one made here, with a task of its own"""
-    dataset: str | None = None
-    """FILE.jsonl with "prompt" (text, or chat messages) and "answer", or reasoning_gym:NAME"""
-    eval_dataset: str | None = None
-    """held-out FILE.jsonl; default: the last --num-eval rows of --dataset, which are never trained on"""
-    num_eval: int = 300
-    """held-out rows used"""
-    reward: str = "exact"
-    """exact, number, format, reasoning_gym or FILE.py:FUNCTION; joined by +, the rewards are added"""
-    chat_template: bool = True
-    """put a text prompt into the tokenizer's chat template, if it has one"""
-    stop: str | None = None
-    r"""one more token that ends a response, such as "\n"; the stop ids of tokenizer and model always do"""
-    preset: Literal["grpo", "rloo", "drgrpo", "dapo", "gspo", "cispo"] | None = None
-    """set the flags that a paper had (listed at the start of a run); flags given beside it win"""
-    total_steps: int = 200
-    """training steps: batches of sampled responses"""
-    num_prompts: int = 16
-    """prompts, that is groups, a step, of all processes together"""
-    group_size: int = 8
-    """responses to a prompt"""
-    max_new_tokens: int = 512
-    """longest response, in tokens"""
-    temperature: float = 1.0
-    """of sampling and of every log-probability"""
-    sampling_rounds: int = 1
-    """dynamic sampling: at most so many rounds until --num-prompts groups have unequal rewards; 1: off"""
-    advantage: Literal["grpo", "rloo", "drgrpo"] = "grpo"
-    """reward minus the group's mean, over its deviation (grpo); leave-one-out baseline (rloo); mean only"""
-    surrogate: Literal["clip", "gspo", "cispo", "reinforce"] = "clip"
-    """PPO's clip per token; clip of the sequence's ratio; truncated weight; no ratio"""
-    clip_low: float = 0.2
-    """the ratio is clipped below 1 minus this"""
-    clip_high: float = 0.28
-    """and above 1 plus this"""
-    cispo_max: float = 5.0
-    """largest weight of --surrogate cispo"""
-    aggregation: Literal["token", "sequence", "constant"] = "token"
-    """mean over all tokens; over the means of sequences; sum over responses x --max-new-tokens"""
-    kl_coef: float = 0.0
-    """weight of the KL divergence from the starting policy; 0: no reference model is kept"""
-    kl_form: Literal["k3_unbiased", "k3", "reward"] = "k3_unbiased"
-    """ratio x k3 in the loss; k3 in the loss (GRPO paper); the sum of k1 over a response in the reward"""
-    overlong_buffer: float = 0.0
-    """last share of --max-new-tokens over which a length penalty grows to 1 (DAPO: 0.2); 0: none"""
-    importance_cap: float = 2.0
-    """largest weight that corrects the sampler's error (trainer over sampler probability of a token)"""
-    update_epochs: int = 1
-    """passes over a step's responses"""
-    num_minibatches: int = 1
-    """optimiser steps a pass; a group stays whole"""
-    learning_rate: float = 1e-6
-    """AdamW's step size"""
-    warmup_steps: int = 5
-    """training steps over which the learning rate grows to its value"""
-    anneal_lr: bool = False
-    """decay the learning rate linearly to zero"""
-    max_grad_norm: float = 1.0
-    """largest norm of a gradient"""
-    lora_rank: int = 0
-    """train low-rank adapters on all linear layers (needs peft); 0: all weights"""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """bfloat16: autocast over float32 weights, sampling from a bfloat16 copy"""
-    rollout: Literal["torch", "vllm"] = "torch"
-    """what samples responses: the loop in this file, or vLLM (pip install vllm) with weights of --dtype"""
-    vllm_memory: float = 0.3
-    """share of the device's memory that vLLM takes, its weights included"""
-    gradient_checkpointing: bool = False
-    """recompute activations in the backward pass: less memory, more time"""
-    batch_tokens: int = 8192
-    """most tokens of a micro-batch of one process, padding included"""
-    row_tokens: int = 256
-    """responses of a group share a row with their prompt, up to so many tokens of theirs; 0: a row each, for
-    models without such masks"""
-    eval_every: int = 20
-    """training steps between two evaluations; 0: only before and after"""
-    eval_samples: int = 8
-    """sampled responses to a held-out prompt, for pass@1 and pass@k; 0: greedy only"""
-    save_every: int = 25
-    """training steps between two checkpoints"""
-    self_checks: bool = True
-    """check the first batch: sampled against scored log-probabilities, reference, stop token, rewards"""
-    seed: int = 1
-    """seed of all random streams"""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """where the model lives; auto takes cuda if there is one"""
-    run_name: str | None = None
-    """folder under runs/; default: task, script, seed and time"""
-    resume: Path | None = None
-    """continue the run in this folder, with its flags"""
-    track: bool = False
-    """log to Weights & Biases as well (WANDB_MODE=offline needs no network)"""
-    wandb_project_name: str = "ppo-verified"
-    """W&B project (the team comes from WANDB_ENTITY)"""
+    model: str | None = None  # causal language model, folder or hub name; default: a tiny one and its task
+    dataset: str | None = None  # FILE.jsonl with "prompt" (or chat messages) and "answer"; reasoning_gym:NAME
+    eval_dataset: str | None = None  # held-out FILE.jsonl; default: last rows of --dataset, never trained on
+    num_eval: Natural = 300  # held-out rows used
+    reward: str = "exact"  # exact, number, format, reasoning_gym, FILE.py:FUNCTION; + adds several
+    chat_template: bool = True  # put a text prompt into the tokenizer's chat template, if it has one
+    stop: str | None = None  # one more token that ends a response, such as "\n", beside all known stop ids
+    preset: Literal["grpo", "rloo", "drgrpo", "dapo", "gspo", "cispo"] | None = None  # set what a paper had
+    total_steps: Natural = 200  # training steps: batches of sampled responses
+    num_prompts: Natural = 16  # prompts, that is groups, a step, of all processes together
+    group_size: GroupSize = 8  # responses to a prompt
+    max_new_tokens: Natural = 512  # longest response, in tokens
+    temperature: Positive = 1.0  # of sampling and of every log-probability
+    sampling_rounds: Natural = 1  # most rounds of sampling until enough groups have unequal rewards; 1: off
+    advantage: Literal["grpo", "rloo", "drgrpo"] = "grpo"  # (r - mean) / std; r - others' mean; r - mean
+    surrogate: Literal["clip", "gspo", "cispo", "reinforce"] = "clip"  # per token; sequence; weight; no ratio
+    clip_low: Fraction = 0.2  # the ratio is clipped below 1 minus this
+    clip_high: Weight = 0.28  # and above 1 plus this
+    cispo_max: Positive = 5.0  # largest weight of --surrogate cispo
+    aggregation: Literal["token", "sequence", "constant"] = "token"  # mean over tokens; sequences; a constant
+    kl_coef: Weight = 0.0  # weight of the KL divergence from --model; 0: no reference model is kept
+    kl_form: Literal["k3_unbiased", "k3", "reward"] = "k3_unbiased"  # k3 x ratio or k3 in the loss; k1 in r
+    overlong_buffer: Fraction = 0.0  # last share of --max-new-tokens over which a penalty grows to 1
+    importance_cap: Positive = 2.0  # largest trainer / sampler probability of a token, as its weight
+    update_epochs: Natural = 1  # passes over a step's responses
+    num_minibatches: Natural = 1  # optimiser steps a pass; a group stays whole
+    learning_rate: Positive = 1e-6  # AdamW's step size
+    warmup_steps: NotNegative = 5  # training steps over which the learning rate grows to its value
+    anneal_lr: bool = False  # decay the learning rate linearly to zero
+    max_grad_norm: Positive = 1.0  # largest norm of a gradient
+    lora_rank: NotNegative = 0  # train low-rank adapters on all linear layers (needs peft); 0: all weights
+    dtype: Literal["float32", "bfloat16"] = "float32"  # bfloat16: autocast, and a bfloat16 copy that samples
+    rollout: Literal["torch", "vllm"] = "torch"  # what samples: this file's loop, or vLLM in --dtype
+    vllm_memory: Fraction = 0.3  # share of the device's memory that vLLM takes, its weights included
+    gradient_checkpointing: bool = False  # recompute activations in the backward pass: less memory, more time
+    batch_tokens: Natural = 8192  # most tokens of a micro-batch of one process, padding included
+    row_tokens: NotNegative = 256  # response tokens that share a row with their prompt; 0: a row each
+    eval_every: NotNegative = 20  # training steps between two evaluations; 0: only before and after
+    eval_samples: NotNegative = 8  # sampled responses to a held-out prompt, for pass@k; 0: greedy only
+    save_every: Natural = 25  # training steps between two checkpoints
+    self_checks: bool = True  # check the first batch: scored as sampled, reference, stop token, rewards
+    seed: Seed = 1  # seed of all random streams
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # where the model lives; auto takes cuda if there is one
+    run_name: str | None = None  # folder under runs/; default: task, script, seed and time
+    resume: Path | None = None  # go on with the run in this folder, which only --total-steps may change
+    start_from: Path | None = None  # begin a new run with the weights of this checkpoint
+    track: bool = False  # log to Weights & Biases as well (WANDB_MODE=offline needs no network)
+    wandb_project_name: str = "ppo-verified"  # W&B project (the team comes from WANDB_ENTITY)
 
     def __post_init__(self):
-        natural = "num_eval total_steps num_prompts max_new_tokens sampling_rounds update_epochs save_every"
-        natural += " num_minibatches batch_tokens"
-        for name, value in vars(self).items():
-            if not isinstance(value, (int, float)) or isinstance(value, bool):
-                continue
-            rule, holds = "must not be negative", 0 <= value < math.inf
-            if name in natural.split():
-                rule, holds = "must be at least 1", value >= 1
-            elif name == "seed":
-                rule, holds = "must lie in [0, 2**63)", 0 <= value < 2**63
-            elif name == "group_size":
-                rule, holds = "must be at least 2: a group of one has no baseline", value >= 2
-            elif name in ("temperature", "learning_rate", "max_grad_norm", "importance_cap", "cispo_max"):
-                rule, holds = "must be positive and finite", 0 < value < math.inf
-            elif name in ("clip_low", "overlong_buffer", "vllm_memory"):
-                rule, holds = "must lie in [0, 1]", 0 <= value <= 1
-            if not holds:
-                raise UsageError(f"--{name.replace('_', '-')} {value} {rule}")
+        check_flags(self)
         if self.num_prompts % self.num_minibatches:
             parts = f"--num-minibatches {self.num_minibatches}"
             raise UsageError(f"--num-prompts {self.num_prompts} do not divide into {parts}")
-        if self.model is None and self.dataset is not None:
-            raise UsageError(f"--dataset {self.dataset} needs --model: the built-in model knows digits only")
-        if self.model is not None and self.dataset is None:
-            raise UsageError(f"--model {self.model} needs --dataset")
-        if self.model is None and self.lora_rank:
-            raise UsageError(
-                f"--lora-rank {self.lora_rank} needs --model: adapters cannot be loaded without it"
-            )
+        if (self.model is None) != (self.dataset is None):
+            raise UsageError(f"--model {self.model} and --dataset {self.dataset} need each other")
+        if self.model is None and (self.lora_rank or self.rollout == "vllm"):
+            raise UsageError(f"--lora-rank {self.lora_rank} and --rollout {self.rollout} need --model")
         if self.surrogate == "reinforce" and self.num_updates > 1:
             raise UsageError("--surrogate reinforce has no ratio: it needs one update epoch, one minibatch")
-        if self.run_name is not None and Path(self.run_name).name != self.run_name:
-            raise UsageError(f"--run-name {self.run_name} must be the name of a folder under runs/")
-        if self.rollout == "vllm" and self.model is None:
-            raise UsageError("--rollout vllm needs --model")
         if self.rollout == "vllm" and self.lora_rank:
             raise UsageError(f"--rollout vllm takes whole weights, not those of --lora-rank {self.lora_rank}")
-        if self.rollout == "vllm" and importlib.util.find_spec("vllm") is None:
-            raise UsageError("--rollout vllm needs: pip install vllm")
-        if self.track and importlib.util.find_spec("wandb") is None:
-            raise UsageError("--track needs: pip install wandb")
-        if self.run_name is not None and self.resume is not None:
-            raise UsageError(f"--run-name {self.run_name} contradicts --resume {self.resume}")
+        for package, needed, flag in (
+            ("vllm", self.rollout == "vllm", "--rollout vllm"),
+            ("peft", self.lora_rank, f"--lora-rank {self.lora_rank}"),
+            ("reasoning_gym", str(self.dataset).startswith("reasoning_gym:"), f"--dataset {self.dataset}"),
+        ):
+            if needed and importlib.util.find_spec(package) is None:
+                raise UsageError(f"{flag} needs: pip install {package.replace('_', '-')}")
 
     @property
     def num_updates(self) -> int:
         return self.update_epochs * self.num_minibatches
 
-    @property
-    def task_name(self) -> str:
-        return "sort" if self.dataset is None else re.sub(r"\W+", "-", Path(self.dataset).stem)
 
-
-# What the built-in task needs; --preset [D8] and the command line go over it.
-BUILT_IN = dict(
-    total_steps=200,
-    num_prompts=32,
-    max_new_tokens=8,
-    num_minibatches=4,
-    learning_rate=1e-4,
-    warmup_steps=10,
-    anneal_lr=True,
-    eval_every=40,
-)
+BUILT_IN = dict(  # what the built-in task needs; --preset [D8] and the command line go over it
+    total_steps=200, num_prompts=32, max_new_tokens=8, num_minibatches=4, learning_rate=1e-4, warmup_steps=10,
+    anneal_lr=True, eval_every=40,
+)  # fmt: skip
 PRESETS = {
     "grpo": dict(clip_high=0.2, aggregation="sequence", kl_coef=0.04, kl_form="k3"),
-    "rloo": dict(
-        advantage="rloo", surrogate="reinforce", aggregation="constant", kl_coef=0.05, kl_form="reward",
-        num_minibatches=1,
-    ),
+    "rloo": dict(advantage="rloo", surrogate="reinforce", aggregation="constant", kl_coef=0.05,
+                 kl_form="reward", num_minibatches=1),
     "drgrpo": dict(advantage="drgrpo", clip_high=0.2, aggregation="constant"),
     "dapo": dict(sampling_rounds=4, overlong_buffer=0.2),
     "gspo": dict(surrogate="gspo", clip_low=3e-4, clip_high=4e-4, aggregation="sequence"),
@@ -257,15 +215,13 @@ PRESETS = {
 }  # fmt: skip
 
 
-def parse_args(argv: list[str] | None = None) -> Args:
+def command_line(argv: list[str] | None = None) -> Args:
     """The command line over the preset, over the built-in task's settings if there is no --model."""
     peek = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    for flag in ("--model", "--resume", "--preset"):
+    for flag in ("--model", "--preset"):
         peek.add_argument(flag, nargs="?")
     given, _ = peek.parse_known_args(argv)
-    defaults = BUILT_IN if given.model is None and given.resume is None else {}
-    defaults = defaults | PRESETS.get(given.preset, {})
-    return tyro.cli(Args, args=argv, default=Args(**defaults))
+    return parse_args(argv, (BUILT_IN if given.model is None else {}) | PRESETS.get(given.preset, {}))
 
 
 def streams(seed: int) -> list[np.random.SeedSequence]:
@@ -443,13 +399,12 @@ def digit_tokenizer():
     """One token for each of the characters 0 to 9 and =, with a stop and a padding token."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
-    vocabulary = ["<pad>", "<eos>", "=", *"0123456789"]
+    special = dict(pad_token="<pad>", eos_token="<eos>")
+    vocabulary = [*special.values(), "=", *"0123456789"]
     tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(vocabulary)}))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     tokenizer.decoder = decoders.Fuse()
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>"
-    )
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
 
 
 def tiny_model(tokenizer):
@@ -465,8 +420,8 @@ def tiny_model(tokenizer):
 def supervised_start(model, tokenizer, rows, rng, steps=150, batch_size=128):
     """Teach the tiny model from demonstrations of mixed skill: 30 % sorted, 35 % sorted down, 35 % copied."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
-    shown = sys.stdout if dist.is_initialized() and dist.get_rank() else sys.stderr
-    for step in tqdm(range(steps), desc="supervised start", unit=" steps", file=shown):
+    silent = dist.is_initialized() and dist.get_rank() > 0
+    for step in tqdm(range(steps), desc="supervised start", unit=" steps", disable=silent):
         texts = []
         skills = rng.choice(3, batch_size, p=[0.3, 0.35, 0.35])
         for i, skill in zip(rng.integers(len(rows), size=batch_size), skills):
@@ -483,7 +438,8 @@ def supervised_start(model, tokenizer, rows, rng, steps=150, batch_size=128):
 
 def load_model(name: str):
     """Tokenizer and causal language model, float32 weights, without dropout: all passes see one policy."""
-    try:
+    where = "" if Path(name).is_dir() else ", which is no folder here,"
+    with told(f"{name}{where} cannot be loaded"):
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)
         config = transformers.AutoConfig.from_pretrained(name)
         for key, value in config.to_dict().items():
@@ -492,19 +448,13 @@ def load_model(name: str):
         model = transformers.AutoModelForCausalLM.from_pretrained(
             name, config=config, dtype=torch.float32, attn_implementation="sdpa"
         )
-    except Exception as error:  # each file format has exceptions of its own
-        where = "" if Path(name).is_dir() else ", which is no folder here,"
-        reason = (str(error).strip() or repr(error)).splitlines()[0]
-        raise UsageError(f"{name}{where} cannot be loaded: {reason}") from error
     return tokenizer, model
 
 
 def tokens_of(tokenizer, text: str, **settings) -> list[int]:
     """Token ids of a text; some tokenizers have none for some texts."""
-    try:
+    with told(f"the tokenizer cannot take the text {text!r}"):
         return tokenizer(text, **settings).input_ids
-    except Exception as error:
-        raise UsageError(f"the tokenizer cannot take the text {text!r}: {error}") from error
 
 
 def stop_ids(tokenizer, model, stop: str | None) -> list[int]:
@@ -525,51 +475,59 @@ def stop_ids(tokenizer, model, stop: str | None) -> list[int]:
 
 def add_lora(model, rank: int):
     """The model with trainable low-rank adapters (Hu et al. 2021, arXiv 2106.09685); it starts unchanged."""
-    try:
-        import peft
-    except ImportError as error:
-        raise UsageError(f"--lora-rank {rank} needs: pip install peft") from error
+    import peft
+
     config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
     return peft.get_peft_model(model, config)
 
 
-@contextlib.contextmanager
-def adapter_off(model):
+class WithoutAdapters:
     """The starting policy of a model with adapters: the same weights without them."""
-    with model.disable_adapter():
-        yield model
+
+    def __init__(self, model):
+        self.model = model
+
+    def __call__(self, **inputs):
+        with self.model.disable_adapter():
+            return self.model(**inputs)
 
 
-def build(args: Args, rows, rng, device):
-    """Tokenizer, model to train, and a context that gives the frozen starting policy (None without KL)."""
-    if args.model is None:
-        tokenizer = digit_tokenizer()
-        model = tiny_model(tokenizer).to(device)
-        supervised_start(model, tokenizer, rows, rng)
-    else:
-        tokenizer, model = load_model(args.model)
-        model = model.to(device)
-    reference = None
-    if args.lora_rank:
-        model = add_lora(model, args.lora_rank)
-        reference = lambda: adapter_off(model)
-    elif args.kl_coef:
-        frozen = copy.deepcopy(model).requires_grad_(False)
-        reference = lambda: contextlib.nullcontext(frozen)
-    if args.gradient_checkpointing:
-        model.activation_checkpointing_enable({"use_reentrant": False})
-    return tokenizer, model.eval(), reference if args.kl_coef else None
+def reference_of(model, args):
+    """What `model` is now, frozen: the policy that KL terms measure from (None without such a term)."""
+    if not args.kl_coef:
+        return None
+    return WithoutAdapters(model) if args.lora_rank else copy.deepcopy(model).requires_grad_(False)
 
 
-def bfloat16_copy(model, sampler=None):
-    """A copy of the model with bfloat16 parameters (its buffers stay), or `sampler` brought up to date."""
-    sampler = copy.deepcopy(model).requires_grad_(False) if sampler is None else sampler
-    for copied, parameter in zip(sampler.parameters(), model.parameters()):
-        copied.data = parameter.detach().bfloat16()
-    return sampler
+class Weights:
+    """The trained parameters as a part of a checkpoint; they must be the same in all processes."""
+
+    def __init__(self, parameters: dict):
+        self.parameters = parameters  # by name
+
+    def state_dict(self):
+        check_weights(self.parameters.values())
+        return {name: parameter.detach() for name, parameter in self.parameters.items()}
+
+    def load_state_dict(self, state):
+        if {n: p.shape for n, p in state.items()} != {n: p.shape for n, p in self.parameters.items()}:
+            raise ValueError("the model has other parameters")
+        for name, parameter in self.parameters.items():
+            parameter.data.copy_(state[name])
 
 
 # ---- 4. Task and reward ------------------------------------------------------------------------------------
+
+
+@dataclass
+class Task:
+    """What is asked, and how responses end and are rewarded."""
+
+    tokenizer: transformers.PreTrainedTokenizerBase
+    stops: list[int]  # ids that end a response
+    rows: list[dict]  # to train on; each has its "prompt", the prompt's "ids", and what the rewards read
+    held_out: list[dict]  # for the evaluation
+    rewards: dict  # by name: (prompts, completions, rows) -> list of float or None
 
 
 def sort_rows(count: int, rng) -> list[dict]:
@@ -581,30 +539,21 @@ def sort_rows(count: int, rng) -> list[dict]:
 def load_rows(source: str, count: int, seed: int) -> list[dict]:
     """Rows with "prompt" and "answer" of a .jsonl file, or `count` rows of reasoning_gym:NAME."""
     if source.startswith("reasoning_gym:"):
-        try:
+        with told(f"--dataset {source}"):
             import reasoning_gym
 
             entries = reasoning_gym.create_dataset(source.partition(":")[2], size=count, seed=seed)
-        except ImportError as error:
-            raise UsageError(f"--dataset {source} needs: pip install reasoning-gym") from error
-        except ValueError as error:
-            raise UsageError(f"--dataset {source}: {error}") from error
         return [{"prompt": entry["question"], **entry} for entry in entries]
     rows = []
-    try:
+    with told(f"cannot read {source}"):
         lines = Path(source).read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot read {source}: {error}") from error
     for number, line in enumerate(lines if lines[-1] else lines[:-1], 1):
-        try:
+        place = f"{source}, line {number}"
+        with told(f'{place}: not {{"prompt": …, "answer": …}}'):
             row = json.loads(line)
             rows.append(row | {"prompt": row["prompt"], "answer": row["answer"]})
-        except (json.JSONDecodeError, TypeError, KeyError) as error:
-            raise UsageError(f'{source}, line {number}: not {{"prompt": …, "answer": …}}') from error
         if not row["prompt"] or not isinstance(row["prompt"], (str, list)):
-            raise UsageError(
-                f"{source}, line {number}: the prompt must be a text or chat messages, not empty"
-            )
+            raise UsageError(f"{place}: the prompt must be a text or chat messages, not empty")
     return rows
 
 
@@ -616,13 +565,11 @@ def encode(tokenizer, prompt, chat_template: bool) -> list[int]:
     if isinstance(prompt, str) and any(token in prompt for token in tokenizer.all_special_tokens):
         raise UsageError(f"a prompt has special tokens already, use --no-chat-template: {prompt[:60]!r}")
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    try:
+    with told(f"the chat template cannot take the prompt {messages!r}"):
         left_open = messages[-1]["role"] == "assistant"
         text = tokenizer.apply_chat_template(
             messages, tokenize=False, continue_final_message=left_open, add_generation_prompt=not left_open
         )
-    except Exception as error:  # templates raise what they like
-        raise UsageError(f"the chat template cannot take the prompt {messages!r}: {error}") from error
     return tokens_of(tokenizer, text, add_special_tokens=False)
 
 
@@ -677,14 +624,12 @@ def load_rewards(names: str) -> dict:
         path, _, attribute = name.rpartition(":")
         if name not in REWARDS and not path:
             raise UsageError(f"--reward {name} is neither FILE.py:FUNCTION nor one of {list(REWARDS)}")
-        try:
+        with told(f"--reward {name} cannot be loaded"):
             if path:
                 spec = importlib.util.spec_from_file_location(Path(path).stem, path)
                 module = importlib.util.module_from_spec(spec)
                 spec.loader.exec_module(module)
             functions[name] = getattr(module, attribute) if path else REWARDS[name]
-        except Exception as error:
-            raise UsageError(f"--reward {name} cannot be loaded: {error}") from error
     return functions
 
 
@@ -692,11 +637,9 @@ def score_texts(functions: dict, prompts, completions, rows) -> torch.Tensor:
     """Sum of the rewards of each completion, NaN where one is None. (B,), float32."""
     total = torch.zeros(len(completions))
     for name, function in functions.items():
-        try:
+        with told(f"--reward {name} failed"):
             rewards = list(function(prompts, completions, rows))
             rewards = torch.tensor([math.nan if r is None else float(r) for r in rewards])
-        except Exception as error:
-            raise UsageError(f"--reward {name} raised {type(error).__name__}: {error}") from error
         if len(rewards) != len(completions):
             raise UsageError(f"--reward {name} returned {len(rewards)} for {len(completions)} completions")
         if rewards.isinf().any():
@@ -737,133 +680,164 @@ def load_task(args: Args, rng):
     seen = {str(row["prompt"]) for row in held_out}
     rows = [row for row in rows if str(row["prompt"]) not in seen]
     if len(rows) < args.num_prompts or not held_out:
-        raise UsageError(
-            f"there are {len(held_out)} held-out prompts and {len(rows)} others to train on, "
-            f"fewer than --num-prompts {args.num_prompts}"
-        )
+        found = f"there are {len(held_out)} held-out prompts and {len(rows)} others to train on"
+        raise UsageError(f"{found}, fewer than --num-prompts {args.num_prompts}")
     return rows, held_out
+
+
+def build(args: Args, rng, device):
+    """The task, and the model to train."""
+    rewards = load_rewards(args.reward)
+    rows, held_out = load_task(args, rng)
+    if args.model is None:
+        tokenizer = digit_tokenizer()
+        model = tiny_model(tokenizer).to(device)
+        supervised_start(model, tokenizer, rows, rng)
+    else:
+        tokenizer, model = load_model(args.model)
+        model = model.to(device)
+    stops = stop_ids(tokenizer, model, args.stop)
+    rows, held_out = (encode_rows(part, tokenizer, model, args) for part in (rows, held_out))
+    model = add_lora(model, args.lora_rank) if args.lora_rank else model
+    if args.gradient_checkpointing:
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    return Task(tokenizer, stops, rows, held_out, rewards), model.eval()
 
 
 # ---- 5. Rollout --------------------------------------------------------------------------------------------
 
 
-class Engine:
+class Sampler:
+    """Samples responses from a model; with --dtype bfloat16 from a copy of it with such parameters."""
+
+    def __init__(self, model, task: Task, args: Args, generator: torch.Generator):
+        self.model, self.task, self.args, self.generator = model, task, args, generator
+        self.source = model if args.dtype == "float32" else copy.deepcopy(model).requires_grad_(False)
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Take the model's present weights; buffers stay as they are."""
+        if self.source is not self.model:
+            for copied, parameter in zip(self.source.parameters(), self.model.parameters()):
+                copied.data = parameter.detach().bfloat16()
+
+    @torch.no_grad()
+    def generate(self, prompts, copies: int, temperature: float, generator=None):
+        """Sample `copies` responses to each prompt, lists of ids (temperature 0: the likeliest tokens).
+
+        Returns tokens (B, max_new_tokens), arbitrary after the stop token, their log-probabilities and the
+        entropies of the distributions that they were drawn from; B = prompts x copies,
+        the copies of a prompt side by side.
+        """
+        generator, stops, most = generator or self.generator, self.task.stops, self.args.max_new_tokens
+        device, size, width = generator.device, len(prompts) * copies, max(map(len, prompts))
+        ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=device)  # left-padded
+        lengths = torch.tensor([len(p) for p in prompts], device=device)
+        mask = torch.arange(width, device=device) >= width - lengths[:, None]
+        position = (mask.cumsum(1) - 1).clamp(min=0)
+        inputs = dict(attention_mask=mask.long(), position_ids=position, use_cache=True)
+        last = torch.tensor([width - 1], device=device)  # an index: a slice would copy the head each time
+        out = self.source(ids, **inputs, logits_to_keep=last)
+        out.cache.batch_repeat_interleave(copies)  # each prompt is computed once
+        kept = out.logits, mask, position[:, -1:]
+        logits, mask, position = (x.repeat_interleave(copies, 0) for x in kept)
+        tokens = torch.full((size, most), stops[0], device=device)
+        logps, entropies = torch.zeros(2, size, most, device=device)
+        stop, alive = torch.tensor(stops, device=device), torch.arange(size, device=device)
+        ended = torch.zeros(size, dtype=torch.bool, device=device)
+        for t in range(most):
+            every = (logits[:, -1].float() / (temperature or 1.0)).log_softmax(-1)  # (alive, V)
+            if every[:, 0].isnan().any():
+                raise FloatingPointError("the model's logits are not numbers")
+            p = every.exp()
+            if temperature == 0:
+                token = every.argmax(-1, keepdim=True)
+            else:  # the inverse of the distribution function: 5x faster than torch.multinomial
+                cdf = p.cumsum(-1, dtype=torch.float64)
+                u = torch.rand(len(p), 1, generator=generator, dtype=torch.float64, device=device)
+                token = torch.searchsorted(cdf, u * cdf[:, -1:], right=True)
+            tokens[alive, t] = token[:, 0]
+            logps[alive, t] = every.gather(1, token)[:, 0]
+            entropies[alive, t] = torch.special.entr(p).sum(-1)
+            ended = ended | torch.isin(token[:, 0], stop)
+            if ended.all() or t + 1 == most:
+                break
+            if ended.float().mean() > 0.25:  # let those go that have ended
+                keep = (~ended).nonzero()[:, 0]
+                out.cache.batch_select_indices(keep)
+                alive, token, mask, position, ended = (x[keep] for x in (alive, token, mask, position, ended))
+            mask, position = F.pad(mask, (0, 1), value=True), position + 1
+            inputs = dict(attention_mask=mask.long(), position_ids=position, use_cache=True)
+            out = self.source(token, **inputs, cache=out.cache)
+            logits = out.logits
+        return tokens, logps, entropies
+
+    def respond(self, rows, copies: int, temperature: float, generator=None):
+        """Responses to `rows` and their rewards: a dict of (B, ...) tensors; the completions as texts."""
+        prompts = [row["ids"] for row in rows]
+        tokens, logps, entropies = self.generate(prompts, copies, temperature, generator)
+        mask = response_mask(tokens, self.task.stops)
+        stop = mask & torch.isin(tokens, torch.tensor(self.task.stops, device=tokens.device))
+        shown = [ids[keep].tolist() for ids, keep in zip(tokens, mask & ~stop)]
+        texts = self.task.tokenizer.batch_decode(shown, skip_special_tokens=True)
+        asked = [row for row in rows for _ in range(copies)]
+        rewards = score_texts(self.task.rewards, [row["prompt"] for row in asked], texts, asked)
+        out = {"tokens": tokens, "mask": mask, "sampled": logps.masked_fill(~mask, 0.0)}
+        out |= {"entropies": entropies, "finished": stop.any(1), "rewards": rewards.to(tokens.device)}
+        return out, texts
+
+
+class Engine(Sampler):
     """vLLM in this process, an engine a device, as the sampler (--rollout vllm).
 
     It starts with random weights and is given all of ours, so that the check of the first batch sees any that
     did not arrive.
     """
 
-    def __init__(self, name, longest, args):
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = (
-            "0"  # in this process: weights are handed over as they are
-        )
+    def __init__(self, model, task: Task, args: Args, generator: torch.Generator):
+        self.model, self.task, self.args, self.generator = model, task, args, generator
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process: weights go over as they are
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         import vllm
 
+        longest = max(len(row["ids"]) for row in task.rows + task.held_out)
         where = {"distributed_executor_backend": "external_launcher"} if dist.is_initialized() else {}
         self.llm = vllm.LLM(
-            model=name, load_format="dummy", skip_tokenizer_init=True, dtype=args.dtype, seed=args.seed,
-            max_model_len=longest, gpu_memory_utilization=args.vllm_memory,
+            model=args.model, load_format="dummy", skip_tokenizer_init=True, dtype=args.dtype, seed=args.seed,
+            max_model_len=longest + args.max_new_tokens, gpu_memory_utilization=args.vllm_memory,
             logprobs_mode="processed_logprobs",  # after the temperature: of what was drawn from
             generation_config="vllm", **where,  # not the checkpoint's, with its top-k and penalties
         )  # fmt: skip
-        self.settings = functools.partial(vllm.SamplingParams, logprobs=0, detokenize=False)
+        fixed = dict(max_tokens=args.max_new_tokens, stop_token_ids=task.stops, logprobs=0, detokenize=False)
+        self.settings = functools.partial(vllm.SamplingParams, **fixed)
 
-    def load(self, model):
-        """Take the model's weights as they are now, and forget what was computed with others."""
-        weights = ((name, parameter.detach()) for name, parameter in model.named_parameters())
+    def refresh(self) -> None:
+        """Take the model's present weights, and forget what was computed with others."""
+        weights = ((name, parameter.detach()) for name, parameter in self.model.named_parameters())
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("vLLM kept what it computed with older weights")
 
-    def generate(self, prompts, copies, max_new_tokens, temperature, eos_ids, generator):
-        """As `generate` below; in place of an entropy -log p of the token, which has the same mean."""
-        device, stops = generator.device, list(eos_ids)
-        settings = dict(n=copies, temperature=temperature, max_tokens=max_new_tokens, stop_token_ids=stops)
+    def generate(self, prompts, copies: int, temperature: float, generator=None):
+        """As `Sampler.generate`; in place of an entropy -log p of the token, which has the same mean."""
+        generator, stops, most = generator or self.generator, self.task.stops, self.args.max_new_tokens
+        device, size = generator.device, (len(prompts) * copies, most)
         seeds = torch.randint(2**62, (len(prompts),), generator=generator, device=device).tolist()
         requests = self.llm.generate(
             [{"prompt_token_ids": prompt} for prompt in prompts],
-            [self.settings(seed=seed, **settings) for seed in seeds],
+            [self.settings(n=copies, temperature=temperature, seed=seed) for seed in seeds],
             use_tqdm=False,
         )
-        answers = [answer for request in requests for answer in request.outputs]
-        tokens = torch.full((len(answers), max_new_tokens), stops[0])
-        logps = torch.zeros(tokens.shape)
-        for i, answer in enumerate(answers):
+        tokens, logps = torch.full(size, stops[0]), torch.zeros(size)
+        for i, answer in enumerate(answer for request in requests for answer in request.outputs):
             ids, length = list(answer.token_ids), len(answer.token_ids)
-            if length < max_new_tokens and (not ids or ids[-1] not in stops):
+            if length < most and (not ids or ids[-1] not in stops):
                 raise RuntimeError(f"vLLM broke a response off after {length} tokens: {answer.finish_reason}")
             tokens[i, :length] = torch.tensor(ids)
             logps[i, :length] = torch.tensor([every[t].logprob for t, every in zip(ids, answer.logprobs)])
         if logps.isnan().any():
             raise FloatingPointError("the model's logits are not numbers")
         return tokens.to(device), logps.to(device), -logps.to(device)
-
-
-def new_sampler(model, name, rows, args):
-    """What responses are sampled from: the model itself, its bfloat16 copy, or vLLM (--rollout)."""
-    if args.rollout == "vllm":
-        return Engine(name, max(len(row["ids"]) for row in rows) + args.max_new_tokens, args)
-    return model if args.dtype == "float32" else bfloat16_copy(model)
-
-
-def refresh(sampler, model) -> None:
-    """Give the sampler the model's weights."""
-    if isinstance(sampler, Engine):
-        sampler.load(model)
-    elif sampler is not model:
-        bfloat16_copy(model, sampler)
-
-
-@torch.no_grad()
-def generate(model, prompts, copies, max_new_tokens, temperature, eos_ids, generator):
-    """Sample `copies` responses to each prompt (temperature 0: the likeliest tokens).
-
-    Returns tokens (B, max_new_tokens), arbitrary after the stop token, their log-probabilities and the
-    entropies of the distributions that they were drawn from; B = prompts x copies,
-    the copies of a prompt side by side.
-    """
-    if isinstance(model, Engine):
-        return model.generate(prompts, copies, max_new_tokens, temperature, eos_ids, generator)
-    device, size, width = generator.device, len(prompts) * copies, max(map(len, prompts))
-    ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=device)  # left-padded
-    lengths = torch.tensor([len(p) for p in prompts], device=device)
-    mask = torch.arange(width, device=device) >= width - lengths[:, None]
-    position = (mask.cumsum(1) - 1).clamp(min=0)
-    last = torch.tensor([width - 1], device=device)  # an index: a slice would copy the head for each prompt
-    out = model(ids, attention_mask=mask.long(), position_ids=position, use_cache=True, logits_to_keep=last)
-    out.cache.batch_repeat_interleave(copies)  # each prompt is computed once
-    logits, mask, position = (x.repeat_interleave(copies, 0) for x in (out.logits, mask, position[:, -1:]))
-    tokens = torch.full((size, max_new_tokens), eos_ids[0], device=device)
-    logps, entropies = torch.zeros(2, size, max_new_tokens, device=device)
-    stop, alive = torch.tensor(eos_ids, device=device), torch.arange(size, device=device)
-    ended = torch.zeros(size, dtype=torch.bool, device=device)
-    for t in range(max_new_tokens):
-        every = (logits[:, -1].float() / (temperature or 1.0)).log_softmax(-1)  # (alive, V)
-        if every[:, 0].isnan().any():
-            raise FloatingPointError("the model's logits are not numbers")
-        p = every.exp()
-        if temperature == 0:
-            token = every.argmax(-1, keepdim=True)
-        else:  # the inverse of the distribution function: 5x faster than torch.multinomial
-            cdf = p.cumsum(-1, dtype=torch.float64)
-            u = torch.rand(len(p), 1, generator=generator, dtype=torch.float64, device=device)
-            token = torch.searchsorted(cdf, u * cdf[:, -1:], right=True)
-        tokens[alive, t] = token[:, 0]
-        logps[alive, t] = every.gather(1, token)[:, 0]
-        entropies[alive, t] = torch.special.entr(p).sum(-1)
-        ended = ended | torch.isin(token[:, 0], stop)
-        if ended.all() or t + 1 == max_new_tokens:
-            break
-        if ended.float().mean() > 0.25:  # let those go that have ended
-            keep = (~ended).nonzero()[:, 0]
-            out.cache.batch_select_indices(keep)
-            alive, token, mask, position, ended = (x[keep] for x in (alive, token, mask, position, ended))
-        mask, position = F.pad(mask, (0, 1), value=True), position + 1
-        out = model(token, attention_mask=mask.long(), position_ids=position, cache=out.cache, use_cache=True)
-        logits = out.logits
-    return tokens, logps, entropies
 
 
 def prompt_indices(first: int, count: int, size: int, seed: int) -> list[int]:
@@ -874,36 +848,19 @@ def prompt_indices(first: int, count: int, size: int, seed: int) -> list[int]:
     return [int(order[i // size][i % size]) for i in range(first, first + count)]
 
 
-def respond(sampler, tokenizer, rows, copies, temperature, eos_ids, functions, generator, args):
-    """Responses to `rows` and their rewards: a dict of (B, ...) tensors; the completions as texts."""
-    tokens, logps, entropies = generate(
-        sampler, [row["ids"] for row in rows], copies, args.max_new_tokens, temperature, eos_ids, generator
-    )
-    mask = response_mask(tokens, eos_ids)
-    stop = mask & torch.isin(tokens, torch.tensor(eos_ids, device=tokens.device))
-    shown = [ids[keep].tolist() for ids, keep in zip(tokens, mask & ~stop)]
-    texts = tokenizer.batch_decode(shown, skip_special_tokens=True)
-    repeated = [row for row in rows for _ in range(copies)]
-    rewards = score_texts(functions, [row["prompt"] for row in repeated], texts, repeated).to(tokens.device)
-    out = {"tokens": tokens, "mask": mask, "sampled": logps.masked_fill(~mask, 0.0), "rewards": rewards}
-    return out | {"entropies": entropies, "finished": stop.any(1)}, texts
-
-
-def sample_groups(sampler, tokenizer, rows, drawn, eos_ids, functions, generator, args, rank=0, size=1):
+def sample_groups(sampler, drawn: int, args, rank=0, size=1):
     """A batch of groups as `respond` makes it, metrics of all that was sampled, number of rows drawn so far.
 
     Dynamic sampling (DAPO, eq. 11): rounds go on until there are enough groups that are not flat. The batch
     is this process's part, which may be of any size, also empty; all else is global.
     """
-    batch, prompts, places, found, seen = None, [], [], 0, []
+    batch, prompts, places, found, seen, rows = None, [], [], 0, [], sampler.task.rows
     responses = args.num_prompts * args.group_size
     for _ in range(args.sampling_rounds):
         chosen = [rows[i] for i in prompt_indices(drawn, args.num_prompts, len(rows), args.seed)]
         chosen = chosen[share_of(args.num_prompts, rank, size)]
         drawn += args.num_prompts
-        new, _ = respond(
-            sampler, tokenizer, chosen, args.group_size, args.temperature, eos_ids, functions, generator, args
-        )
+        new, _ = sampler.respond(chosen, args.group_size, args.temperature)
         length = new["mask"].sum(1)
         flat = flat_groups(new["rewards"], args.group_size)
         sums = [new["rewards"].nansum(), new["rewards"].isnan().sum(), flat.sum(), new["finished"].sum()]
@@ -943,25 +900,24 @@ def sample_groups(sampler, tokenizer, rows, drawn, eos_ids, functions, generator
     return batch | {"prompts": prompts[:count]}, metrics, drawn
 
 
-def pass_rates(sampler, tokenizer, rows, eos_ids, functions, args, device, rank=0, size=1):
+def pass_rates(sampler, args, rank=0, size=1):
     """Held-out prompts, the same random numbers each time: greedy accuracy, pass@1 and pass@k of samples.
 
     A completion passes with a reward of 1 or more. Returns metrics, and a record of each greedy completion:
     both global, while each process answers its share of the prompts.
     """
-    generator = own_generator(streams(args.seed)[3], rank, device)
-    records, passed, k, rows = [], [], args.eval_samples, rows[share_of(len(rows), rank, size)]
+    generator = own_generator(streams(args.seed)[3], rank, sampler.generator.device)
+    records, passed, k, rows = [], [], args.eval_samples, sampler.task.held_out
+    rows = rows[share_of(len(rows), rank, size)]
     length = max(1, args.num_prompts * args.group_size // (max(k, 1) * size))
     for part in (rows[first : first + length] for first in range(0, len(rows), length)):
-        greedy, texts = respond(sampler, tokenizer, part, 1, 0.0, eos_ids, functions, generator, args)
+        greedy, texts = sampler.respond(part, 1, 0.0, generator)
         marks = zip(greedy["rewards"].tolist(), greedy["finished"].tolist())
         for row, text, (reward, ended) in zip(part, texts, marks):
             shown = {"prompt": row["prompt"], "answer": row["answer"], "completion": text, "ended": ended}
             records.append(shown | {"reward": None if math.isnan(reward) else reward})
         if k:
-            drawn, _ = respond(
-                sampler, tokenizer, part, k, args.temperature, eos_ids, functions, generator, args
-            )
+            drawn, _ = sampler.respond(part, k, args.temperature, generator)
             passed += (drawn["rewards"] >= 1.0).view(-1, k).tolist()
     records, passed = (sum(parts, []) for parts in zip(*collect((records, passed))))
     if all(record["reward"] is None for record in records):
@@ -971,6 +927,17 @@ def pass_rates(sampler, tokenizer, rows, eos_ids, functions, args, device, rank=
         passed = torch.tensor(passed).float()
         metrics |= {"eval/pass@1": passed.mean().item(), f"eval/pass@{k}": passed.amax(1).mean().item()}
     return metrics, records
+
+
+def keep_completions(run, metrics: dict, records: list[dict]) -> None:
+    """Log an evaluation, keep its completions in the run's folder, show some."""
+    if run.writes:
+        with open(run.folder / "completions.jsonl", "a") as file:
+            file.writelines(json.dumps({"step": run.step, **record}) + "\n" for record in records)
+    tqdm.write(f"step {run.step}: " + ", ".join(f"{name} {value:.3f}" for name, value in metrics.items()))
+    for record in records[:3]:
+        tqdm.write(f"    {record}")
+    run.log(metrics)
 
 
 # ---- 6. Update ---------------------------------------------------------------------------------------------
@@ -1045,8 +1012,7 @@ def prepare(model, reference, batch, args):
     """Before the first update of a batch: reference and old log-probabilities if needed, advantages."""
     every, rewards = list(range(len(batch["tokens"]))), batch["rewards"]
     if reference is not None:
-        with reference() as frozen:
-            batch["ref_logps"] = score_all(frozen, batch, every, args)
+        batch["ref_logps"] = score_all(reference, batch, every, args)
         if args.kl_form == "reward":
             batch["old_logps"] = score_all(model, batch, every, args)
             k1 = approx_kl(batch["old_logps"], batch["ref_logps"], "k1")  # 0 outside the mask
@@ -1151,11 +1117,10 @@ def self_check(model, reference, batch, metrics, args) -> None:
         hint = "if the model cannot take an attention mask of its own, --row-tokens 0 helps"
         if args.rollout == "vllm":
             hint = "vLLM has not taken all weights, or reads the model otherwise"
-        told = f"self-check: log-probabilities as sampled and as scored differ by up to {error.max():.2g}"
-        raise UsageError(f"{told}; {hint}")
-    if reference is not None:
-        with reference() as frozen:
-            distance = (score_all(frozen, batch, first, args)[first] - scored).abs().max()
+        fault = f"self-check: log-probabilities as sampled and as scored differ by up to {error.max():.2g}"
+        raise UsageError(f"{fault}; {hint}")
+    if reference is not None and args.start_from is None:
+        distance = (score_all(reference, batch, first, args)[first] - scored).abs().max()
         if distance > 1e-4:
             raise UsageError(f"self-check: before the first update the reference differs by {distance:.2g}")
     if metrics["charts/eos_share"] == 0:
@@ -1164,7 +1129,100 @@ def self_check(model, reference, batch, metrics, args) -> None:
         tqdm.write(f"self-check: equal rewards in each group (mean {metrics['charts/reward']:.2f})")
 
 
-# ---- 7. Runs: processes, folder, checkpoint, signals -------------------------------------------------------
+# ---- 7. Main -----------------------------------------------------------------------------------------------
+
+
+def main(args: Args) -> dict:
+    """Train as `args` say; returns the last metrics. Each process works on its share of the groups."""
+    device = torch.device("cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu")
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    rank, size = join_processes(device)
+    if args.num_prompts < size:
+        raise UsageError(f"--num-prompts {args.num_prompts} are fewer than the {size} processes")
+    if args.model is None:
+        torch.set_num_threads(1)  # a model this small runs slower on more
+    prompt_stream, token_stream, shuffle_stream, _ = streams(args.seed)  # [D10]
+    generator, shuffle = own_generator(token_stream, rank, device), own_generator(shuffle_stream, 0, device)
+    torch.manual_seed(args.seed)  # initial weights
+    task, model = build(args, np.random.default_rng(prompt_stream), device)
+    for parameter in model.parameters() if size > 1 else ():
+        dist.broadcast(parameter.data, 0)
+    reference = reference_of(model, args)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    optimizer = torch.optim.AdamW(
+        trained.values(), lr=args.learning_rate, betas=(0.9, 0.99), weight_decay=0.0, fused=True
+    )
+    sampler = (Engine if args.rollout == "vllm" else Sampler)(model, task, args, generator)
+
+    name = "sort" if args.dataset is None else Path(args.dataset).stem
+    run, memory = Run(args, name, args.total_steps), {"drawn": 0, "flat_steps": 0}
+    run.learnt = {"model": Weights(trained)}
+    run.parts = {"optimizer": optimizer, "memory": Saved(lambda: dict(memory), memory.update)}
+    run.parts["tokens"] = of_each_process(generator.get_state, generator.set_state, rank)
+    run.parts["shuffle"] = Saved(shuffle.get_state, shuffle.set_state)
+    if args.preset:
+        print(f"--preset {args.preset} sets: {PRESETS[args.preset]}")
+    count = sum(p.numel() for p in trained.values())
+    print(f"{name} on {device}, {count:,} trained parameters, writing {run.folder}")
+    with run:
+        check_weights(model.parameters())
+        sampler.refresh()
+        if run.step == 0:
+            keep_completions(run, *pass_rates(sampler, args, rank, size))
+        for step in run:
+            lr = args.learning_rate * min(1.0, (step + 1) / max(args.warmup_steps, 1))
+            lr *= linear_schedule(step, args.total_steps) if args.anneal_lr else 1.0
+            optimizer.param_groups[0]["lr"] = lr
+            begun = time.perf_counter()
+            batch, charts, memory["drawn"] = sample_groups(sampler, memory["drawn"], args, rank, size)
+            if step == 0 and args.self_checks and batch["prompts"]:
+                self_check(model, reference, batch, charts, args)
+            sampled = time.perf_counter()
+            prepare(model, reference, batch, args)
+            scored = time.perf_counter()
+            losses = update_policy(model, optimizer, batch, shuffle, args, rank)
+            ended = time.perf_counter()
+            sampler.refresh()
+
+            memory["flat_steps"] = memory["flat_steps"] + 1 if charts["charts/flat_groups"] == 1 else 0
+            if memory["flat_steps"] == 10:
+                tqdm.write("nothing is learnt: for 10 steps all rewards of each group were equal")
+            charts |= {"charts/learning_rate": lr, "charts/TPS": charts["charts/tokens"] / (ended - begun)}
+            charts |= {"time/rollout": sampled - begun, "time/score": scored - sampled}
+            charts |= {"time/update": ended - scored}
+            shown = {"reward": f"{charts['charts/reward']:.3f}", "tok/s": f"{charts['charts/TPS']:.0f}"}
+            run.log(losses | charts, shown)
+            if run.due(args.eval_every):
+                keep_completions(run, *pass_rates(sampler, args, rank, size))
+    save_model(run, model, task.tokenizer)
+    return run.metrics
+
+
+# ---- Nothing below is the algorithm ------------------------------------------------------------------------
+
+
+def parse_args(argv: list[str] | None = None, defaults: dict | None = None) -> Args:
+    """The command line over `defaults`, or over the flags of the run that is resumed or evaluated."""
+    args = tyro.cli(Args, args=argv, default=Args(**(defaults or {})))
+    if (path := args.resume or getattr(args, "eval_checkpoint", None)) is None:
+        return args
+    free = "resume eval_checkpoint start_from run_name device compile track wandb_project_name".split()
+    saved = {n: value for n, value in load_checkpoint(path)["args"].items() if n not in free}
+    args = tyro.cli(Args, args=argv, default=Args(**saved))
+    for name, before in saved.items() if args.resume else ():
+        now, flag = getattr(args, name), f"--{name.replace('_', '-')}"
+        if now != before and not (name.startswith("total_") and now > before):  # it may become longer
+            raise UsageError(f"{flag} {now} differs from the {before} of the run that --resume continues")
+    return args
+
+
+def collect(x) -> list:
+    """The objects of all processes in the order of their ranks."""
+    found = [x] * (dist.get_world_size() if dist.is_initialized() else 1)
+    if dist.is_initialized():
+        dist.all_gather_object(found, x)
+    return found
 
 
 def join_processes(device: torch.device) -> tuple[int, int]:
@@ -1174,7 +1232,7 @@ def join_processes(device: torch.device) -> tuple[int, int]:
     if device.type == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     if not dist.is_initialized():
-        backend = "nccl" if device.type == "cuda" else "gloo"
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(hours=2))  # others wait while the first evaluates
         # an exit hook that runs after that of vLLM, which may have done the same
         weakref.finalize(dist, lambda: dist.is_initialized() and dist.destroy_process_group())
@@ -1195,14 +1253,6 @@ def sum_over_processes(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def collect(x) -> list:
-    """The objects of all processes in the order of their ranks."""
-    found = [x] * (dist.get_world_size() if dist.is_initialized() else 1)
-    if dist.is_initialized():
-        dist.all_gather_object(found, x)
-    return found
-
-
 def check_weights(parameters) -> None:
     """All processes must hold the same weights: compared by their sums, at start and at each checkpoint."""
     sums = collect([p.detach().double().sum().item() for p in parameters])
@@ -1210,275 +1260,187 @@ def check_weights(parameters) -> None:
         raise RuntimeError("the weights of the processes differ")
 
 
-def save_checkpoint(path: Path, state: dict) -> None:
-    """Write beside, then rename: a half-written file never replaces a good one."""
-    with open(path.with_suffix(".tmp"), "wb") as file:
-        torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(path.with_suffix(".tmp"), path)
+def of_each_process(get, put, rank: int):
+    """A part whose state each process has for itself: all are saved, and each takes its own back."""
+
+    def load(states):
+        if len(states) != (size := len(collect(None))):
+            raise UsageError(f"--resume goes on with a run of {len(states)} processes, not of {size}")
+        put(states[rank])
+
+    return Saved(lambda: collect(get()), load)
+
+
+def save_model(run, model, tokenizer) -> None:
+    """Keep the trained model in the run's folder; say what the first and the last evaluation found."""
+    if run.writes:
+        model.save_pretrained(run.folder / "model")
+        tokenizer.save_pretrained(run.folder / "model")
+        before = json.loads((run.folder / "metrics.jsonl").read_text().splitlines()[0])
+        for name in (name for name in run.metrics if name.startswith("eval/")):
+            print(f"{name}: {before.get(name, math.nan):.3f} before, {run.metrics[name]:.3f} after")
+        print(f"the model is in {run.folder / 'model'}")
+
+
+Saved = collections.namedtuple("Saved", "state_dict load_state_dict")  # a part that is two functions
 
 
 def load_checkpoint(path: Path) -> dict:
-    if not path.is_file():
-        raise UsageError(f"there is no checkpoint {path}")
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        assert state["script"] == SCRIPT
-    except Exception as error:
-        raise UsageError(f"{path} is not a whole checkpoint of {SCRIPT}.py") from error
-    return state
+    """A checkpoint, by its file or by the folder or the name of its run; with its "file"."""
+    for file in (path, path / "checkpoint.pt", "runs" / path / "checkpoint.pt"):
+        if file.is_file():
+            with told(f"{file} is not a whole checkpoint of {SCRIPT}.py"):
+                state = torch.load(file, map_location="cpu", weights_only=True) | {"file": file}
+                if state["script"] != SCRIPT:
+                    raise UsageError(f"{file} is a checkpoint of {state['script']}.py, not of {SCRIPT}.py")
+                return state
+    raise UsageError(f"there is no checkpoint {path}")
 
 
-def resumed_args(args: Args, saved: dict) -> Args:
-    """The flags of the interrupted run; another value given now is an error."""
-    free, default = ("resume", "run_name", "device", "compile", "track", "wandb_project_name"), Args()
-    kept = {name: value for name, value in saved.items() if name not in free}
-    for name, value in kept.items():
-        if getattr(args, name) not in (getattr(default, name), value):
-            flag = f"--{name.replace('_', '-')} {getattr(args, name)}"
-            raise UsageError(f"{flag} differs from the {value} of the run that --resume continues")
-    return dataclasses.replace(args, **kept)
+def load_parts(parts: dict, state: dict) -> None:
+    """Give each part what a checkpoint holds for it."""
+    for name, part in parts.items():
+        with told(f"{state['file']} does not fit, in its part {name}"):
+            part.load_state_dict(state["parts"][name])
 
 
-@contextlib.contextmanager
-def stop_signals():
-    """Ctrl-C and kill ask for an end after the current iteration; a second one ends at once."""
-    received = []
+class Run:
+    """A run without its algorithm: folder, config.json, metrics.jsonl, bar, W&B, signals, checkpoints.
 
-    def handle(signum, frame):
-        received.append(signum)
-        signal.signal(signum, before[signum])
+    What is saved and restored goes into `learnt` (weights and statistics: with them --start-from begins) and
+    `parts` (all else) before `with`: by name, whatever has state_dict and load_state_dict.
+    """
 
-    before = {signum: signal.signal(signum, handle) for signum in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield received
-    finally:
-        for signum, handler in before.items():
+    def __init__(self, args: Args, task: str, iterations: int, size: int = 1):
+        self.args, self.size, self.total = args, size, iterations * size  # each is of `size` steps
+        self.learnt, self.parts, self.metrics, self.received, self.step = {}, {}, {}, [], 0
+        self.writes = not (dist.is_initialized() and dist.get_rank())  # the first process does
+        self.state = None if args.resume is None else load_checkpoint(args.resume)
+        if self.state is None:
+            self.folder = collect(self.new_folder(task) if self.writes else None)[0]
+        else:
+            self.folder, self.step = self.state["file"].parent, self.state["step"]
+        if self.step >= self.total:
+            raise UsageError(f"{self.folder} is finished, at step {self.step:,}: a larger total goes on")
+        self.begun = self.saved = self.step
+
+    def new_folder(self, task: str) -> Path:
+        """runs/<name> with config.json; an existing folder is never touched."""
+        default = f"{task}__{SCRIPT}__{self.args.seed}__{time.time_ns() // 10**6}"
+        folder = Path("runs") / (self.args.run_name or re.sub(r"[^\w.-]+", "-", default))
+        packages = ("torch", "numpy", "gymnasium", "mujoco", "ale_py", "transformers")
+        versions = {name: getattr(sys.modules.get(name), "__version__", None) for name in packages}
+        config = {
+            "args": vars(self.args),
+            "versions": {"python": platform.python_version(), **versions},
+            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor(),
+            "processes": int(os.environ.get("WORLD_SIZE", 1)),
+            "sha256": hashlib.sha256(Path(__file__).read_bytes()).hexdigest(),
+        }
+        if folder.exists():
+            raise UsageError(f"{folder} exists: choose another --run-name, or --resume {folder}")
+        with told(f"cannot write {folder}"):
+            folder.mkdir(parents=True)
+            (folder / "config.json").write_text(json.dumps(config, indent=1, default=str) + "\n")
+        return folder
+
+    def __enter__(self):
+        if self.state is not None:
+            load_parts(self.learnt | self.parts, self.state)
+            for path in self.folder.glob("*.jsonl") if self.writes else ():
+                lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+                path.write_text("".join(line for line in lines if json.loads(line)["step"] <= self.step))
+            if self.state["total"] != self.total:
+                print(f"{self.state['total']:,} steps become {self.total:,}: schedules are of the longer run")
+        elif self.args.start_from is not None:
+            load_parts(self.learnt, load_checkpoint(self.args.start_from))
+        self.state = self.wandb = None
+        if self.args.track and self.writes:
+            import wandb
+
+            settings = dict(project=self.args.wandb_project_name, config=vars(self.args), resume="allow")
+            self.wandb = wandb.init(name=self.folder.name, id=self.folder.name, **settings)
+        self.bar = tqdm(total=self.total, initial=self.step, unit=" steps", disable=not self.writes)
+        self.before = {s: signal.signal(s, self.receive) for s in (signal.SIGINT, signal.SIGTERM)}
+        self.start = time.perf_counter()
+        return self
+
+    def receive(self, signum, frame):
+        """Ctrl-C and kill ask for an end after the current iteration; a second one ends at once."""
+        self.received.append(signum)
+        signal.signal(signum, self.before[signum])
+
+    def __iter__(self):
+        for iteration in range(self.step // self.size, self.total // self.size):
+            self.step = (iteration + 1) * self.size
+            yield iteration
+            self.bar.update(self.size)
+            if (signals := sum(collect(self.received), [])) and self.step < self.total:  # all leave together
+                self.save()
+                self.bar.write(f"stopped at step {self.step:,}; {sys.argv[0]} --resume {self.folder} goes on")
+                raise SystemExit(128 + signals[0])
+
+    def due(self, every: int) -> bool:
+        """Each time that another `every` steps are full (0: never), and after the last step."""
+        return self.step == self.total or bool(every) and self.step % every < self.size
+
+    def log(self, metrics: dict, shown: dict | None = None) -> None:
+        """A line of metrics.jsonl (readers join those of one step), and what the bar shows.
+
+        Then the parts are saved if that is due: what follows in this step cannot lose them.
+        """
+        if self.metrics.get("step") != self.step:
+            seconds = time.perf_counter() - self.start
+            metrics |= {"charts/SPS": (self.step - self.begun) / seconds, "time/cpu": time.process_time()}
+            self.metrics = {"step": self.step, "folder": str(self.folder)}
+        self.metrics |= metrics
+        if self.writes:
+            finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+            with open(self.folder / "metrics.jsonl", "a") as file:
+                file.write(json.dumps({"step": self.step} | finite) + "\n")
+        if self.wandb:
+            self.wandb.log(metrics, step=self.step)
+        self.bar.set_postfix(shown or {}, refresh=False)
+        if self.due(self.args.save_every * self.size):
+            self.save()
+
+    def save(self) -> None:
+        """Write beside, then rename: a half-written file never replaces a good one."""
+        if self.saved == self.step:
+            return
+        state = {"script": SCRIPT, "step": self.step, "total": self.total}
+        state["args"] = json.loads(json.dumps(vars(self.args), default=str))
+        state["parts"] = {name: part.state_dict() for name, part in (self.learnt | self.parts).items()}
+        if self.writes:
+            good, half = self.folder / "checkpoint.pt", self.folder / "checkpoint.tmp"
+            with told(f"cannot write {good}"), contextlib.ExitStack() as last:
+                last.callback(half.unlink, missing_ok=True)
+                with open(half, "wb") as file:
+                    torch.save(state, file)
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.replace(half, good)
+        self.saved = self.step
+        collect(None)  # nobody leaves before it is written: torchrun ends all when one has left
+
+    def __exit__(self, kind, error, trace):
+        for signum, handler in self.before.items():
             signal.signal(signum, handler)
-
-
-def open_run(args: Args, device: torch.device) -> Path:
-    """A new folder runs/<name> with config.json; an existing one is never touched."""
-    default = f"{args.task_name}__{SCRIPT}__{args.seed}__{time.time_ns() // 10**6}"
-    folder = Path("runs") / (args.run_name or default)
-    packages = ("torch", "numpy", "gymnasium", "mujoco", "ale_py", "transformers")
-    versions = {name: getattr(sys.modules.get(name), "__version__", None) for name in packages}
-    config = {
-        "args": dataclasses.asdict(args),
-        "versions": {"python": platform.python_version(), **versions},
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or "cpu",
-        "processes": int(os.environ.get("WORLD_SIZE", 1)),
-        "sha256": hashlib.sha256(Path(__file__).read_bytes()).hexdigest(),
-    }
-    try:
-        folder.mkdir(parents=True)
-        (folder / "config.json").write_text(json.dumps(config, indent=1, default=str) + "\n")
-    except FileExistsError:
-        raise UsageError(f"{folder} exists: choose another --run-name, or --resume {folder}") from None
-    except OSError as error:
-        raise UsageError(f"cannot write {folder}: {error.strerror}") from error
-    return folder
-
-
-def write_metrics(path: Path, step: int, metrics: dict) -> None:
-    """One line of JSON; NaN becomes null."""
-    finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-    with open(path, "a") as file:
-        file.write(json.dumps({"step": step, **finite}) + "\n")
-
-
-def cut_log(path: Path, step: int) -> None:
-    """Drop the lines of a resumed run that are later than its checkpoint, or half written."""
-    lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-    path.write_text("".join(line for line in lines if json.loads(line)["step"] <= step))
-
-
-def restore(folder, state, weights, trained, optimizer, generator, shuffle, rank) -> None:
-    """Bring the trained weights, the optimiser, the random streams and the logs back to a checkpoint."""
-    if {n: p.shape for n, p in weights.items()} != {n: p.shape for n, p in trained.items()}:
-        raise UsageError("the checkpoint does not fit: the model has other parameters")
-    for name, parameter in trained.items():
-        parameter.data.copy_(weights[name])
-    optimizer.load_state_dict(state["optimizer"])
-    generator.set_state(state["tokens"][rank].clone())  # torch crashes on a view
-    shuffle.set_state(state["shuffle"])
-    for name in ("metrics.jsonl", "completions.jsonl") if rank == 0 else ():
-        cut_log(folder / name, state["step"])
-
-
-def start_tracking(args: Args, folder: Path):
-    """The run in Weights & Biases; a resumed run goes on there."""
-    import wandb
-
-    settings = dict(name=folder.name, id=folder.name, resume="allow", config=vars(args))
-    return wandb.init(project=args.wandb_project_name, **settings)
-
-
-def leave(signum: int, step: int, size: int, folder: Path) -> None:
-    """End as the signal asks, after a word on how to go on."""
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", size))
-    nodes = f" --nnodes {size // local} ..." if size > local else ""
-    launch = f"torchrun --nproc-per-node {local}{nodes}" if size > 1 else "python"
-    print(f"stopped at step {step:,}; continue with: {launch} {SCRIPT}.py --resume {folder}")
-    raise SystemExit(128 + signum)
-
-
-def name_last_checkpoint(error: Exception, step: int, folder: Path) -> None:
-    """Raise `error` again with its step and what is left; another process's end is a ConnectionError."""
-    if isinstance(error, RuntimeError) and not dist.is_initialized():
-        raise error
-    good = folder / "checkpoint.pt"
-    kept = f"{good}, step {load_checkpoint(good)['step']:,}" if good.exists() else "none yet"
-    text = f"stopped at step {step:,}: {error}; last good checkpoint: {kept}"
-    raise (ConnectionError if isinstance(error, RuntimeError) else type(error))(text) from error
-
-
-# ---- 8. Main -----------------------------------------------------------------------------------------------
-
-
-def main(args: Args) -> dict:
-    """Train as `args` say; returns the final metrics."""
-    if args.device == "cuda" and not torch.cuda.is_available():
-        raise UsageError("--device cuda: there is no CUDA device")
-    device = torch.device("cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu")
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    rank, size = join_processes(device)
-    if args.resume is None and args.num_prompts < size:
-        raise UsageError(f"--num-prompts {args.num_prompts} are fewer than the {size} processes")
-    state = None
-    if args.resume is not None:
-        state = load_checkpoint(args.resume / "checkpoint.pt")
-        args = resumed_args(args, state["args"])
-        if state["step"] == args.total_steps:
-            raise UsageError(f"--resume {args.resume}: this run is finished, at step {state['step']:,}")
-        if (number := len(state["tokens"])) != size:
-            raise UsageError(f"--resume {args.resume}: this is a run of {number} processes, not of {size}")
-    if args.model is None:
-        torch.set_num_threads(1)  # a model this small runs slower on more
-
-    prompt_stream, token_stream, shuffle_stream, _ = streams(args.seed)  # [D10]
-    generator, shuffle = own_generator(token_stream, rank, device), own_generator(shuffle_stream, 0, device)
-    torch.manual_seed(args.seed)  # initial weights
-    rng = np.random.default_rng(prompt_stream)
-    functions = load_rewards(args.reward)
-    rows, held_out = load_task(args, rng)
-    tokenizer, model, reference = build(args, rows, rng, device)
-    eos_ids = stop_ids(tokenizer, model, args.stop)
-    rows, held_out = (encode_rows(part, tokenizer, model, args) for part in (rows, held_out))
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    optimizer = torch.optim.AdamW(
-        trained.values(), lr=args.learning_rate, betas=(0.9, 0.99), weight_decay=0.0, fused=True
-    )
-    first, drawn, flat_steps, metrics, run = 0, 0, 0, {}, None
-
-    if state is None:
-        folder = collect(open_run(args, device) if rank == 0 else None)[0]
-    else:
-        folder, first, drawn = args.resume, state["step"], state["drawn"]
-        restore(folder, state, state["model"], trained, optimizer, generator, shuffle, rank)
-    if size > 1:
-        with reference() if reference is not None else contextlib.nullcontext(model) as frozen:
-            for parameter in itertools.chain(model.parameters(), frozen.parameters()):
-                dist.broadcast(parameter.data, 0)
-    check_weights(model.parameters())
-    if args.track and rank == 0:
-        run = start_tracking(args, folder)
-    if args.preset:
-        print(f"--preset {args.preset} sets: {PRESETS[args.preset]}")
-    count = sum(p.numel() for p in trained.values())
-    print(f"{args.task_name} on {device}, {count:,} trained parameters, writing {folder}")
-    sampler = new_sampler(model, args.model, rows + held_out, args)
-    refresh(sampler, model)
-
-    def look(step: int) -> dict:
-        """Evaluate, keep the completions, show some."""
-        found, records = pass_rates(
-            sampler, tokenizer, held_out, eos_ids, functions, args, device, rank, size
-        )
-        with open(folder / "completions.jsonl" if rank == 0 else os.devnull, "a") as file:
-            file.writelines(json.dumps({"step": step, **record}) + "\n" for record in records)
-        tqdm.write(f"step {step}: " + ", ".join(f"{name} {value:.3f}" for name, value in found.items()))
-        for record in records[:3]:
-            tqdm.write(f"    {record['prompt']!r} -> {record['completion']!r} (reward {record['reward']})")
-        return found
-
-    log = folder / "metrics.jsonl" if rank == 0 else Path(os.devnull)
-    progress = dict(total=args.total_steps, initial=first, unit=" steps")
-    with stop_signals() as stopped, tqdm(**progress, file=sys.stdout if rank else sys.stderr) as bar:
-        if state is None:
-            write_metrics(log, 0, look(0))
-        try:
-            for step in range(first + 1, args.total_steps + 1):
-                lr = args.learning_rate * min(1.0, step / max(args.warmup_steps, 1))
-                lr *= linear_schedule(step - 1, args.total_steps) if args.anneal_lr else 1.0
-                optimizer.param_groups[0]["lr"] = lr
-                begun = time.perf_counter()
-                batch, charts, drawn = sample_groups(
-                    sampler, tokenizer, rows, drawn, eos_ids, functions, generator, args, rank, size
-                )
-                if step == 1 and args.self_checks and batch["prompts"]:
-                    self_check(model, reference, batch, charts, args)
-                sampled = time.perf_counter()
-                prepare(model, reference, batch, args)
-                scored = time.perf_counter()
-                losses = update_policy(model, optimizer, batch, shuffle, args, rank)
-                ended = time.perf_counter()
-                refresh(sampler, model)
-
-                metrics = (
-                    losses
-                    | charts
-                    | {"charts/learning_rate": lr, "charts/TPS": charts["charts/tokens"] / (ended - begun)}
-                )
-                metrics |= {
-                    "time/rollout": sampled - begun,
-                    "time/score": scored - sampled,
-                    "time/update": ended - scored,
-                }
-                flat_steps = flat_steps + 1 if charts["charts/flat_groups"] == 1 else 0
-                if flat_steps == 10:
-                    tqdm.write("nothing is learnt: for 10 steps all rewards of each group were equal")
-                final = step == args.total_steps
-                if final or args.eval_every and step % args.eval_every == 0:
-                    metrics |= look(step)
-                write_metrics(log, step, metrics)
-                if run:
-                    run.log(metrics, step=step)
-                shown = {"reward": f"{metrics['charts/reward']:.3f}", "tok/s": f"{metrics['charts/TPS']:.0f}"}
-                bar.set_postfix(shown, refresh=False)
-                bar.update()
-                signals = sum(collect(stopped), [])  # all leave after the same step
-                if final or signals or step % args.save_every == 0:
-                    check_weights(trained.values())
-                    state = {"script": SCRIPT, "args": json.loads(json.dumps(vars(args), default=str))}
-                    state |= {"step": step, "drawn": drawn}
-                    state["tokens"] = torch.stack(collect(generator.get_state()))  # a row a process
-                    state |= {"shuffle": shuffle.get_state(), "optimizer": optimizer.state_dict()}
-                    state["model"] = {name: p.detach() for name, p in trained.items()}
-                    if rank == 0:
-                        save_checkpoint(folder / "checkpoint.pt", state)
-                    collect(None)  # nobody leaves before it is written: torchrun ends all when one has left
-                if signals and not final:
-                    bar.close()
-                    leave(signals[0], step, size, folder)
-        except (FloatingPointError, UsageError, RuntimeError) as error:
-            name_last_checkpoint(error, step, folder)
-    if run:
-        run.finish()
-    if rank == 0:
-        model.save_pretrained(folder / "model")
-        tokenizer.save_pretrained(folder / "model")
-        before = json.loads(log.read_text().splitlines()[0])
-        for name in (name for name in metrics if name.startswith("eval/")):
-            print(f"{name}: {before[name]:.3f} before, {metrics[name]:.3f} after")
-        print(f"the model is in {folder / 'model'}")
-    return metrics | {"step": args.total_steps, "folder": str(folder)}
+        self.bar.close()
+        if self.wandb:
+            self.wandb.finish()
+        if kind is None:
+            print(f"finished: {self.folder / 'checkpoint.pt'}")
+        ended = isinstance(error, RuntimeError) and dist.is_initialized()  # another process did
+        if ended or isinstance(error, (UsageError, FloatingPointError)):
+            good = self.folder / "checkpoint.pt"
+            kept = f"{good}, step {load_checkpoint(good)['step']:,}" if good.exists() else "none yet"
+            text = f"stopped at step {self.step:,}: {error}; last good checkpoint: {kept}"
+            raise (ConnectionError if ended else kind)(text) from error
 
 
 if __name__ == "__main__":
     try:
-        main(parse_args())
-    except (UsageError, FloatingPointError, OSError) as error:
-        sys.exit(f"{SCRIPT}.py: {error}")
+        main(command_line())
+    except (UsageError, FloatingPointError, OSError, KeyboardInterrupt) as error:
+        sys.exit(f"{Path(__file__).name}: {str(error) or 'interrupted'}")

@@ -89,8 +89,9 @@ def train(script, lab, tmp_path, monkeypatch):
     quick |= dict(eval_samples=0, learning_rate=1e-3, device="cpu")
 
     def train(model="whole", **flags):
-        flags = flags if "resume" in flags else quick | {"model": str(lab / model)} | flags
-        return script.main(script.Args(**flags))
+        if "resume" in flags:
+            return script.main(script.command_line(script.words(**flags)))
+        return script.main(script.Args(**quick | {"model": str(lab / model)} | flags))
 
     return train
 
@@ -139,12 +140,13 @@ def test_wrong_values_are_named(script):
 
 @pytest.mark.parametrize("flags, words", [
     (dict(num_prompts=10, num_minibatches=4), "--num-prompts 10 do not divide into --num-minibatches 4"),
-    (dict(model="m"), "--model m needs --dataset"),
-    (dict(dataset="d.jsonl"), "--dataset d.jsonl needs --model"),
+    (dict(model="m"), "--model m and --dataset None need each other"),
+    (dict(dataset="d.jsonl"), "--model None and --dataset d.jsonl need each other"),
     (dict(surrogate="reinforce", update_epochs=2), "--surrogate reinforce has no ratio"),
     (dict(surrogate="reinforce", num_minibatches=2), "--surrogate reinforce has no ratio"),
     (dict(run_name="a/b"), "--run-name a/b must be the name of a folder"),
     (dict(run_name="a", resume=Path("runs/a")), "--run-name a contradicts --resume runs/a"),
+    (dict(start_from=Path("b"), resume=Path("runs/a")), "--start-from b contradicts --resume runs/a"),
 ])  # fmt: skip
 def test_wrong_combinations_are_named(script, flags, words):
     """Flags that do not go together are refused before any work."""
@@ -159,9 +161,9 @@ def test_preset_sets_what_the_paper_had(script, name):
     """--preset sets these flags and no other, over the built-in task's settings if there is no --model."""
     own = dict(model="m", dataset="d.jsonl")
     wanted = vars(script.Args(**own)) | PAPERS[name] | {"preset": name}
-    assert vars(script.parse_args(["--preset", name, "--model", "m", "--dataset", "d.jsonl"])) == wanted
+    assert vars(script.command_line(["--preset", name, "--model", "m", "--dataset", "d.jsonl"])) == wanted
     wanted = vars(script.Args()) | script.BUILT_IN | PAPERS[name] | {"preset": name}
-    assert vars(script.parse_args(["--preset", name])) == wanted
+    assert vars(script.command_line(["--preset", name])) == wanted
 
 
 @pytest.mark.parametrize(
@@ -169,7 +171,6 @@ def test_preset_sets_what_the_paper_had(script, name):
     [
         ("", "BUILT_IN"),
         ("--model m --dataset d", dict(model="m", dataset="d")),
-        ("--resume runs/x", dict(resume=Path("runs/x"))),
         ("--preset gspo --clip-high 0.28 --model m --dataset d", dict(clip_high=0.28, clip_low=3e-4)),
         ("--preset grpo --kl-coef 0 --aggregation token", dict(kl_coef=0.0, aggregation="token", clip_high=0.2)),
         ("--preset dapo --sampling-rounds 1 --overlong-buffer 0.0", dict(sampling_rounds=1, overlong_buffer=0.0)),
@@ -181,9 +182,9 @@ def test_preset_sets_what_the_paper_had(script, name):
 def test_flags_win_over_preset_and_built_in(script, argv, wanted):
     """A flag that is given wins, also where it equals the class default; BUILT_IN is for runs without --model."""
     wanted = script.BUILT_IN if wanted == "BUILT_IN" else wanted
-    args = vars(script.parse_args(argv.split()))
+    args = vars(script.command_line(argv.split()))
     assert {name: args[name] for name in wanted} == wanted
-    if argv.startswith(("--model", "--resume")):
+    if argv.startswith("--model"):
         assert args == vars(script.Args(**wanted))
 
 
@@ -191,25 +192,37 @@ def test_help_explains_every_flag(script, capsys, monkeypatch):
     """--help names each flag with its text."""
     monkeypatch.setenv("COLUMNS", "200")
     with pytest.raises(SystemExit) as end:
-        script.parse_args(["--help"])
+        script.command_line(["--help"])
     shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    (body,) = (x.body for x in ast.parse(script.path.read_text()).body if getattr(x, "name", "") == "Args")
-    told = {a.target.id: b.value.value for a, b in zip(body, body[1:])
-            if isinstance(a, ast.AnnAssign) and isinstance(b, ast.Expr)}  # fmt: skip
-    assert end.value.code == 0 and (not script.own or set(told) == set(vars(script.Args())))
+    source = script.path.read_text()
+    (body,) = (x.body for x in ast.parse(source).body if getattr(x, "name", "") == "Args")
+    told = {
+        x.target.id: source.splitlines()[x.end_lineno - 1].partition("  # ")[2]
+        for x in body
+        if isinstance(x, ast.AnnAssign)
+    }
+    assert end.value.code == 0 and (
+        not script.own or set(told) == set(vars(script.Args())) and all(told.values())
+    )
     for name, words in told.items():
         assert f"--{name.replace('_', '-')}" in shown and " ".join(words.split()[:4]) in shown
 
 
 @pytest.mark.parametrize("argv, words", [
     (["--num-prompts", "many"], "--num-prompts"), (["--preset", "ppo"], "'ppo'"), (["--no-such-flag"], "--no-such-flag"),
-    (["--group-size"], "--group-size"), (["--advantage", "gae"], "'gae'"), (["--clip-low", "2"], "--clip-low 2.0 must lie"),
+    (["--group-size"], "--group-size"), (["--advantage", "gae"], "'gae'"),
 ])  # fmt: skip
 def test_wrong_words_on_the_command_line(script, capsys, argv, words):
     """An unknown flag, a value of the wrong type or none of the choices is told, with code 2."""
     with pytest.raises(SystemExit) as end:
-        script.parse_args(argv)
+        script.command_line(argv)
     assert end.value.code == 2 and words in "".join(capsys.readouterr())
+
+
+def test_a_value_outside_its_range_on_the_command_line(script):
+    """What is of the right type and out of range is told in the script's own sentence, without a box around it."""
+    with pytest.raises(script.UsageError, match="^--clip-low 2.0 must lie in"):
+        script.command_line(["--clip-low", "2"])
 
 
 def test_errors_of_the_real_command(script, lab, tmp_path):
@@ -225,11 +238,12 @@ def test_errors_of_the_real_command(script, lab, tmp_path):
 
 
 def test_every_kind_of_fault_ends_in_a_sentence(script, lab, train, monkeypatch, tmp_path):
-    """A file that is gone, a model of no numbers and a wrong file, run as a command in this process."""
+    """A file that is none, a model of no numbers and a wrong reward, run as a command in this process."""
     train(run_name="x", save_every=1)
     state = torch.load("runs/x/checkpoint.pt", weights_only=True)
     torch.save({**state, "step": 1}, "runs/x/checkpoint.pt")
     Path("runs/x/completions.jsonl").unlink()
+    Path("runs/x/completions.jsonl").mkdir()
     task = "--dataset rows.jsonl --num-eval 4 --num-prompts 4 --max-new-tokens 8 --device cpu"
     for flags, words in (
         ("--resume runs/x", "completions.jsonl"),
@@ -326,10 +340,10 @@ def test_reasoning_gym(script, refused):
 
 
 @pytest.mark.parametrize("body, words", [
-    ("raise RuntimeError('boom')", "raised RuntimeError: boom"), ("return [0.0]", "returned 1 for 4 completions"),
+    ("raise RuntimeError('boom')", "failed: RuntimeError: boom (r.py:2)"), ("return [0.0]", "returned 1 for 4 completions"),
     ("return [float('inf')] * len(rows)", "returned an infinite reward"), ("return [-1e39] * len(rows)", "returned an infinite reward"),
-    ("return [None] * len(rows)", "scored none of 4 held-out completions"), ("return ['good'] * len(rows)", "raised ValueError: "),
-    ("return None", "raised TypeError: "),
+    ("return [None] * len(rows)", "scored none of 4 held-out completions"), ("return ['good'] * len(rows)", "failed: ValueError: "),
+    ("return None", "failed: TypeError: "),
 ])  # fmt: skip
 def test_a_reward_of_its_own_that_fails(refused, tmp_path, body, words):
     """What a user's reward function does wrong is told in one sentence with its name."""
@@ -356,18 +370,20 @@ def test_one_unscorable_held_out_row_goes_on(train, tmp_path):
     assert train(reward="r.py:f", num_eval=9)["eval/greedy"] == 0
 
 
-@pytest.mark.parametrize("every, last, said", [(0, 2, "stopped at step 3: --reward"), (2, 1, "--reward")])
-def test_a_failure_names_the_last_good_checkpoint(script, train, refused, tmp_path, every, last, said):
-    """A failure in the middle of a run, in training or evaluation, names a checkpoint that continues the run."""
+@pytest.mark.parametrize("every, last", [(0, 2), (2, 2)])
+def test_a_failure_names_the_last_good_checkpoint(script, train, refused, tmp_path, every, last):
+    """A failure in the middle of a run, in training or evaluation, names a checkpoint that continues the run; the
+    step that an evaluation follows is saved before it."""
     fault = f"if call == 3: raise OSError('the disk is full')\n    {SKILL}"
     (tmp_path / "r.py").write_text(CALLS + fault)
-    words = f"{said} r.py:f raised OSError: the disk is full; last good checkpoint: runs/x/checkpoint.pt, step {last}"
+    words = "--reward r.py:f failed: OSError: the disk is full (r.py:5); last good checkpoint: "
+    words = f"stopped at step {2 if every else 3}: {words}runs/x/checkpoint.pt, step {last}"
     refused(words, started=True, reward="r.py:f", run_name="x", total_steps=4, save_every=1, eval_every=every)
     assert script.load_checkpoint(Path("runs/x/checkpoint.pt"))["step"] == last
     (tmp_path / "r.py").write_text(CALLS + SKILL)
     assert train(resume=Path("runs/x"))["step"] == 4
     (tmp_path / "r.py").write_text(CALLS + fault.replace("== 3", "== 1"))
-    refused("stopped at step 1: --reward r.py:f raised OSError: the disk is full; last good checkpoint: none",
+    refused("stopped at step 1: --reward r.py:f failed: OSError: the disk is full (r.py:5); last good checkpoint: none yet",
             started=True, reward="r.py:f")  # fmt: skip
 
 
@@ -383,19 +399,19 @@ def test_kill_and_resume(script, train, tmp_path, capsys):
         train(run_name="cut", **flags)
     assert handlers == [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)]
     assert end.value.code == 128 + signal.SIGTERM
-    assert f"step 2; continue with: python {script.SCRIPT}.py --resume runs/cut" in capsys.readouterr().out
+    assert f"stopped at step 2; {sys.argv[0]} --resume runs/cut goes on" in "".join(capsys.readouterr())
     for name in ("metrics.jsonl", "completions.jsonl"):  # a crash leaves more lines, the last in part
         with open(tmp_path / "runs/cut" / name, "a") as file:
             file.write('{"step": 3, "losses/grad_norm": 1.0}\n{"step": 3, "lo')
     (tmp_path / "r.py").write_text(CALLS + SKILL)
     train(resume=Path("runs/cut"))
     read = lambda path: [json.loads(line) for line in path.read_text().splitlines()]
-    whole, cut = ({name: [{k: v for k, v in row.items() if not k.startswith(("time/", "charts/TPS"))}
+    whole, cut = ({name: [{k: v for k, v in row.items() if not k.startswith(("time/", "charts/TPS", "charts/SPS"))}
                           for row in read(Path("runs") / run / f"{name}.jsonl")] for name in ("metrics", "completions")}
                   for run in ("whole", "cut"))  # fmt: skip
-    assert whole == cut and [row["step"] for row in whole["metrics"]] == [0, 1, 2, 3, 4]
-    assert len({row["losses/grad_norm"] for row in whole["metrics"][1:]}) == 4
-    rates = [row["charts/learning_rate"] for row in whole["metrics"][1:]]
+    assert whole == cut and [row["step"] for row in whole["metrics"]] == [0, 1, 2, 3, 4, 4]
+    assert len({row["losses/grad_norm"] for row in whole["metrics"][1:5]}) == 4
+    rates = [row["charts/learning_rate"] for row in whole["metrics"][1:5]]
     assert rates == pytest.approx([2e-4, 3e-4, 3e-4, 2e-4])  # warm-up over five steps, annealed over four
     config = json.loads(Path("runs/cut/config.json").read_text())
     assert config["args"]["group_size"] == 2 and config["versions"]["torch"] == torch.__version__
@@ -418,18 +434,80 @@ def test_resume_and_run_name_refuse_what_does_not_fit(script, lab, train, refuse
     (tmp_path / "runs/cut").mkdir()
     (tmp_path / "runs/cut/checkpoint.pt").write_bytes(whole[: len(whole) // 2])
     for name, words in dict(
-        none="there is no checkpoint runs/none/checkpoint.pt", done="this run is finished, at step 2",
-        foreign="is not a whole checkpoint", other="is not a whole checkpoint", cut="is not a whole checkpoint",
-        swapped="the checkpoint does not fit",
+        none="there is no checkpoint runs/none", done="runs/done is finished, at step 2: a larger total goes on",
+        foreign="is a checkpoint of ppo_atari.py", other="is not a whole checkpoint", cut="is not a whole checkpoint",
+        swapped="does not fit, in its part model: ValueError: the model has other parameters",
     ).items():  # fmt: skip
         refused(words, started=True, resume=Path("runs") / name)
     part = Path("runs/part")
     refused("--group-size 4 differs from the 2 of the run", started=True, resume=part, group_size=4)
     refused("--reward number differs from the exact", started=True, resume=part, reward="number")
+    refused(
+        "--clip-high 0.28 differs from the 0.3", started=True, resume=part, clip_high=0.28
+    )  # the script's default
+    refused("--total-steps 1 differs from the 2", started=True, resume=part, total_steps=1)
+    refused("there is no checkpoint none.pt", started=True, start_from=Path("none.pt"), run_name="new")
     refused("exists: choose another --run-name, or --resume runs/done", started=True, run_name="done")
     assert good.read_bytes() == whole
     out = train(resume=part, group_size=2, clip_high=0.3, device="cpu")  # values may be repeated
     assert out["step"] == 2 and out["folder"] == "runs/part"
+
+
+@pytest.mark.parametrize("resume", ["runs/x", "runs/x/checkpoint.pt", "x"])
+def test_a_finished_run_can_be_trained_longer(train, capsys, resume):
+    """--resume with a larger total goes on where the run ended, with the prompts and at the rate that a run of that
+    length has there, and says so."""
+    flags = dict(anneal_lr=True, warmup_steps=0, eval_every=0)
+    train(run_name="x", **flags)
+    train(run_name="y", total_steps=4, **flags)
+    out = train(resume=Path(resume), total_steps=4, device="cpu")
+    assert "2 steps become 4: schedules are of the longer run" in capsys.readouterr().out
+    x, y = ([json.loads(line) for line in open(f"runs/{name}/metrics.jsonl")] for name in "xy")
+    assert [row["step"] for row in x] == [0, 1, 2, 2, 3, 4, 4] and out["step"] == 4
+    rates = [row["charts/learning_rate"] for row in x if "charts/learning_rate" in row]
+    assert rates == pytest.approx([1e-3, 5e-4, 5e-4, 2.5e-4])
+    assert [row["charts/learning_rate"] for row in y[1:5]][2:] == rates[2:]
+    drawn = [torch.load(f"runs/{name}/checkpoint.pt", weights_only=True)["parts"]["memory"] for name in "xy"]
+    assert drawn[0]["drawn"] == drawn[1]["drawn"] == 16
+
+
+def test_steps_without_anything_to_learn_are_counted_over_a_resume(train, tmp_path, capsys):
+    """Ten steps in which all rewards of each group were equal are told once, however the run was cut."""
+    (tmp_path / "r.py").write_text("def f(prompts, completions, rows): return [1.0] * len(rows)")
+    train(run_name="x", total_steps=6, reward="r.py:f")
+    words = "nothing is learnt: for 10 steps"
+    assert words not in "".join(capsys.readouterr())
+    train(resume="runs/x", total_steps=12, device="cpu")
+    assert "".join(capsys.readouterr()).count(words) == 1
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_new_run_starts_from_trained_weights(script, train, tmp_path, rank):
+    """--start-from takes the weights of a checkpoint and nothing else: steps, optimiser, schedule and random numbers
+    are those of a new run, the reference is --model; the first evaluation is of these weights."""
+    pytest.importorskip("peft") if rank else None
+    (tmp_path / "r.py").write_text(
+        "def f(prompts, completions, rows): return [float(c.count('7')) for c in completions]"
+    )
+    flags = dict(kl_coef=0.1, lora_rank=rank, eval_samples=0, num_eval=12, reward="r.py:f")
+    old = train(run_name="old", total_steps=6, **flags | dict(learning_rate=0.02 if rank else 0.003))
+    new = train(run_name="new", start_from=Path("old"), **flags | dict(learning_rate=1e-12))
+    train(run_name="other", **flags | dict(learning_rate=1e-12))
+    a, b, c = (
+        torch.load(f"runs/{x}/checkpoint.pt", weights_only=True)["parts"] for x in ("old", "new", "other")
+    )
+    for name, weight in b["model"].items():
+        torch.testing.assert_close(weight, a["model"][name], atol=1e-9, rtol=0)
+    assert any(not torch.equal(b["model"][name], c["model"][name]) for name in c["model"])
+    assert b["optimizer"]["state"][0]["step"] == 2 and torch.equal(b["shuffle"], c["shuffle"])
+    assert (
+        b["memory"]["drawn"] == c["memory"]["drawn"] == 8 and new["step"] == 2 and new["losses/ref_kl"] != 0
+    )
+    lines = [json.loads(line) for line in open("runs/new/completions.jsonl")]
+    first, last = ([(x["prompt"], x["completion"]) for x in lines if x["step"] == step] for step in (0, 2))
+    trained = [json.loads(line) for line in open("runs/old/completions.jsonl")]
+    assert first == last == [(x["prompt"], x["completion"]) for x in trained if x["step"] == 6]
+    assert new["eval/greedy"] == old["eval/greedy"]
 
 
 def test_a_folder_that_cannot_be_made(refused, tmp_path):

@@ -1,29 +1,25 @@
-"""--rollout vllm: the scripts' side of it against a stand-in (fake_vllm.py), and against vLLM where it is installed."""
+"""--rollout vllm: our side of it against a stand-in (fake_vllm.py), and against vLLM where it is installed."""
 
 import importlib.util
 import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import fake_vllm
 import pytest
 import torch
 import transformers
-from test_loop_ppo import word_level
+from test_loop_grpo import lines
 from torch.testing import assert_close
 
-pytestmark = [pytest.mark.setting("grpo_rlhf", "ppo_rlhf"), pytest.mark.flags("rollout", "vllm_memory")]
+pytestmark = [pytest.mark.setting("grpo_rlhf"), pytest.mark.flags("rollout", "vllm_memory")]
 STOPS = [1, 9]
 SMALL = dict(
     num_prompts=16, max_new_tokens=6, num_minibatches=2, update_epochs=2, total_steps=3, num_eval=4, eval_every=0,
-    learning_rate=1e-2, warmup_steps=0, temperature=0.7, device="cpu", rollout="vllm",
+    learning_rate=1e-2, warmup_steps=0, temperature=0.7, device="cpu", rollout="vllm", group_size=4, eval_samples=2,
+    kl_coef=0.05,
 )  # fmt: skip
-OWN = {
-    "grpo_rlhf": dict(group_size=4, eval_samples=2, kl_coef=0.05),
-    "ppo_rlhf": dict(normalize_scores=4, value_learning_rate=1e-2),
-}
 REWARD = """
 import os, pathlib
 def digits(prompts, texts, rows):
@@ -38,9 +34,9 @@ def digits(prompts, texts, rows):
 """
 
 
-def make_world(root):
+def make_world(script, root):
     """A small random Llama with a generation config full of traps, prompts and a reward function."""
-    tokenizer = word_level("=0123456789")
+    tokenizer = script.digit_tokenizer()
     sizes = dict(
         hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2, vocab_size=13
     )
@@ -59,8 +55,8 @@ def make_world(root):
 
 
 @pytest.fixture(scope="session")
-def world(tmp_path_factory):
-    return make_world(tmp_path_factory.mktemp("world"))
+def world(script, tmp_path_factory):
+    return make_world(script, tmp_path_factory.mktemp("world"))
 
 
 @pytest.fixture
@@ -70,19 +66,22 @@ def engine(monkeypatch, tmp_path):
 
 
 def flags_of(script, world, **flags):
-    files = {"grpo_rlhf": ("model", "dataset"), "ppo_rlhf": ("policy", "prompts")}[script.setting]
-    named = dict(zip(files, (str(world / "model"), str(world / "data.jsonl"))))
-    reward = f"{world / 'rewards.py'}:digits"
-    return script.flags(**{**named, "reward": reward, **SMALL, **OWN[script.setting], **flags})
+    files = dict(
+        model=str(world / "model"), dataset=str(world / "data.jsonl"), reward=f"{world / 'rewards.py'}:digits"
+    )
+    return script.flags(**files | SMALL | flags)
 
 
 def train(script, world, **flags):
     return script.main(script.Args(**flags_of(script, world, **flags)))
 
 
-def lines(out):
-    rows = [json.loads(line) for line in open(f"{out['folder']}/metrics.jsonl")]
-    return [{k: v for k, v in row.items() if not k.startswith("time/") and k != "charts/TPS"} for row in rows]
+def new_engine(script, world, model, stops, **flags):
+    """The engine with the weights of the model, and room for eight tokens of a prompt."""
+    task = script.Task(tokenizer=None, stops=stops, rows=[{"ids": [2] * 8}], held_out=[], rewards={})
+    sampler = script.Engine(model, task, script.Args(**flags_of(script, world, **flags)), torch.Generator())
+    sampler.refresh()
+    return sampler
 
 
 def plain(model, ids, tokens, temperature):
@@ -116,12 +115,10 @@ def test_what_is_sampled_is_scored_at_every_step(script, world, engine):
 def test_tokens_and_logps_of_the_engine(script, world, engine, temperature):
     """Every response ends at the first stop id of either kind, which stays in it, has its own tokens and numbers in
     its own row, side by side with those to the same prompt, and none after its end (B82, B103, B115)."""
-    args = script.Args(**flags_of(script, world))
     model = transformers.AutoModelForCausalLM.from_pretrained(world / "model")
-    sampler = script.Engine(str(world / "model"), 20, args)
-    sampler.load(model)
+    sampler = new_engine(script, world, model, STOPS)
     prompts, generator = [[3, 4, 2], [5, 2], [3, 4, 2], [6, 7, 8, 2]], torch.Generator().manual_seed(0)
-    tokens, logps, entropies = script.generate(sampler, prompts, 5, 6, temperature, STOPS, generator)
+    tokens, logps, entropies = sampler.generate(prompts, 5, temperature, generator)
     assert tokens.shape == logps.shape == (20, 6) and tokens.dtype == torch.long
     assert_close(entropies, -logps)
     ends = set()
@@ -145,16 +142,12 @@ def test_every_response_has_random_numbers_of_its_own(script, world, engine):
     """The engine draws the i-th response to a prompt with seed + i: seeds of neighbours that lie side by side would give
     one prompt's answers again to the next (B29, B118, huggingface/trl #2824). Other numbers, other answers; the
     same numbers, the same."""
-    args = script.Args(**flags_of(script, world, max_new_tokens=12))
     model = transformers.AutoModelForCausalLM.from_pretrained(world / "model")
     model.lm_head.weight.data.zero_()  # every token is as likely
-    sampler = script.Engine(str(world / "model"), 40, args)
-    sampler.load(model)
-    never, prompts = [99], [[3, 4, 2]] * 4
+    sampler, prompts = new_engine(script, world, model, [99], max_new_tokens=12), [[3, 4, 2]] * 4
 
     def draw(seed):
-        generator = torch.Generator().manual_seed(seed)
-        return script.generate(sampler, prompts, 8, 12, 1.0, never, generator)[0].tolist()
+        return sampler.generate(prompts, 8, 1.0, torch.Generator().manual_seed(seed))[0].tolist()
 
     assert len(set(map(tuple, draw(0)))) == 32
     assert draw(0) == draw(0) != draw(1)
@@ -165,7 +158,7 @@ def test_same_seed_same_run_and_a_resumed_run_goes_on(script, world, engine):
     whole = train(script, world, run_name="whole", total_steps=4)
     again = train(script, world, run_name="again", total_steps=4)
     assert lines(whole) == lines(again)
-    # calls of the reward: normalisation (ppo), two for the first evaluation (grpo) or one, then one a step
+    # calls of the reward: two for the first evaluation, then one a step
     with open("stop", "w") as file:
         file.write("4")
     with pytest.raises(SystemExit) as stopped:
@@ -173,7 +166,7 @@ def test_same_seed_same_run_and_a_resumed_run_goes_on(script, world, engine):
     assert stopped.value.code == 128 + 15
     done = torch.load("runs/cut/checkpoint.pt", weights_only=True)["step"]
     assert 0 < done < 4
-    end = script.main(script.Args(**script.flags(resume=Path("runs/cut"), device="cpu")))
+    end = script.main(script.command_line(script.words(resume="runs/cut", device="cpu")))
     assert lines(end) == lines(whole)
     assert len(engine.started) == 4
 
@@ -216,8 +209,7 @@ def test_the_error_of_the_engine_is_weighed(script, world, engine):
 
 def test_what_cannot_be_is_refused(script, world, engine, monkeypatch):
     """In one sentence, before anything is loaded."""
-    name = {"grpo_rlhf": "model", "ppo_rlhf": "policy"}[script.setting]
-    with pytest.raises(script.UsageError, match=f"--rollout vllm needs --{name}"):
+    with pytest.raises(script.UsageError, match="--rollout vllm need --model"):
         script.Args(rollout="vllm")
     with pytest.raises(script.UsageError, match="--rollout vllm takes whole weights"):
         train(script, world, lora_rank=4)
@@ -238,7 +230,7 @@ def test_vllm_is_never_imported_unasked(script, world, engine):
 def test_on_the_real_engine(script, tmp_path, processes):
     """Two training steps sampled by vLLM: what it says of its tokens is what the trainer finds, also after a large
     update and between two processes."""
-    world = make_world(tmp_path)
+    world = make_world(script, tmp_path)
     flags = flags_of(script, world, run_name="x", total_steps=2)
     launch = [sys.executable]
     if processes > 1:
@@ -248,5 +240,5 @@ def test_on_the_real_engine(script, tmp_path, processes):
         timeout=570, env={"VLLM_CPU_KVCACHE_SPACE": "1"} | os.environ,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    steps = [json.loads(line) for line in open(tmp_path / "runs/x/metrics.jsonl")][1:]
+    steps = lines({"folder": tmp_path / "runs/x"})[1:]
     assert len(steps) == 2 and all(row["losses/mismatch"] < 1e-3 for row in steps)

@@ -110,14 +110,28 @@ def seen(held_out=False):
     return [(p, c, nan(r)) for p, c, r in calls if (p[0][0] == "9") == held_out]
 
 
+def joined(path):
+    """The rows of metrics.jsonl, those of one step as one."""
+    rows = {}
+    for row in map(json.loads, open(path)):
+        rows[row["step"]] = rows.get(row["step"], {}) | row
+    return list(rows.values())
+
+
 def lines(out, kind="metrics"):
-    """metrics.jsonl without the numbers that depend on the clock."""
-    rows = [json.loads(line) for line in open(Path(out["folder"]) / f"{kind}.jsonl")]
-    return [{k: v for k, v in row.items() if "time/" not in k and k != "charts/TPS"} for row in rows]
+    """metrics.jsonl, or completions.jsonl, without the numbers that depend on the clock."""
+    path = Path(out["folder"]) / f"{kind}.jsonl"
+    rows = joined(path) if kind == "metrics" else [json.loads(line) for line in open(path)]
+    clock = lambda k: k.startswith("time/") or k in ("charts/TPS", "charts/SPS")
+    return [{k: v for k, v in row.items() if not clock(k)} for row in rows]
 
 
 def checkpoint(out):
     return torch.load(Path(out["folder"]) / "checkpoint.pt", weights_only=True)
+
+
+def resume(script, folder, **flags):
+    return script.main(script.command_line(script.words(resume=folder, device="cpu", **flags)))
 
 
 def snapshot(x):
@@ -125,8 +139,8 @@ def snapshot(x):
         return {key: snapshot(value) for key, value in x.items()}
     if isinstance(x, (list, tuple)):
         return type(x)(map(snapshot, x))
-    if isinstance(x, torch.nn.Module):
-        return copy.deepcopy(x)
+    if isinstance(source := getattr(x, "source", x), torch.nn.Module):  # of a sampler, what it samples from
+        return copy.deepcopy(source)
     return x.detach().clone() if isinstance(x, torch.Tensor) else x
 
 
@@ -178,6 +192,12 @@ def close(a, b):
 
 def generator(seed=0):
     return torch.Generator().manual_seed(seed)
+
+
+def sampler(script, model, tokenizer, stops, most):
+    """Samples up to `most` tokens from the model."""
+    task = script.Task(tokenizer=tokenizer, stops=stops, rows=[], held_out=[], rewards={})
+    return script.Sampler(model, task, script.Args(max_new_tokens=most), generator())
 
 
 def cut(tokens, stops):
@@ -244,7 +264,8 @@ def test_sampled_logps_are_those_of_a_forward_for_each_token(script, world, name
     log-probability (B59, B61, B62, B64, B68, B103, OpenRLHF/OpenRLHF #217, huggingface/trl #235, #2824: B118)."""
     tokenizer, model = load(script, world, name)
     prompts = [tokenizer(text).input_ids for text in ("3=", "1234567=", "616=6", "<eos>5=")]
-    tokens, logps, entropies = script.generate(model, prompts, 6, 7, temperature, STOPS, generator())
+    draws = sampler(script, model, tokenizer, STOPS, 7)
+    tokens, logps, entropies = draws.generate(prompts, 6, temperature)
     responses = [cut(row, STOPS) for row in tokens.tolist()]
     for i, response in enumerate(responses):
         every = brute(model, prompts[i // 6], response, temperature)
@@ -261,7 +282,8 @@ def test_sampled_frequencies_are_the_scored_distribution(script, world, name, te
     scored distribution (B61, huggingface/trl #1017, #6789; B115, #4159): chi-square over two tokens."""
     tokenizer, model = load(script, world, name)
     prompt, n = tokenizer("62=").input_ids, 6000
-    tokens, logps, _ = script.generate(model, [prompt], n, 2, temperature, STOPS, generator(1))
+    draws = sampler(script, model, tokenizer, STOPS, 2)
+    tokens, logps, _ = draws.generate([prompt], n, temperature, generator(1))
     first = brute(model, prompt, [0], temperature)[0].exp()
     second = torch.stack([brute(model, prompt, [a, 0], temperature)[1].exp() for a in range(13)])
     goes_on = torch.tensor([a not in STOPS for a in range(13)])
@@ -278,9 +300,10 @@ def test_greedy_responses_do_not_depend_on_the_batch(script, world, name):
     tokenizer, model = load(script, world, name)
     prompts = [tokenizer(f"{'98765432'[: 1 + i % 6]}{i}=").input_ids for i in range(16)]
     stops, ends = [1, 5, 7, 9, 11], set()
-    tokens, logps, _ = script.generate(model, prompts, 1, 8, 0.0, stops, generator())
+    draws = sampler(script, model, tokenizer, stops, 8)
+    tokens, logps, _ = draws.generate(prompts, 1, 0.0)
     for i, prompt in enumerate(prompts):
-        alone, its_logps, _ = script.generate(model, [prompt], 1, 8, 0.0, stops, generator())
+        alone, its_logps, _ = draws.generate([prompt], 1, 0.0)
         response, n = cut(tokens[i].tolist(), stops), len(cut(tokens[i].tolist(), stops))
         every = brute(model, prompt, response, 1.0)
         assert response == cut(alone[0].tolist(), stops) == every.argmax(1).tolist()
@@ -525,7 +548,7 @@ def test_reference_is_the_starting_policy(script, world, record, form, lora_rank
                 assert kind == form and any(
                     close(ref[i], its_ref[keep]) and close(old[i], its_old[keep]) for i in range(16)
                 )
-    trained, final = checkpoint(out)["model"], events[-1][1][0]
+    trained, final = checkpoint(out)["parts"]["model"], events[-1][1][0]
     if lora_rank:
         assert trained and all("lora_" in name for name in trained)
         short = lambda name: name.replace("base_model.model.", "").replace(".base_layer", "")
@@ -563,7 +586,7 @@ def test_update_equals_the_textbook(script, world, record, norm):
                 reference_loss(model, batch, responses(groups), args).backward()
                 moved.append(torch.nn.utils.clip_grad_norm_(model.parameters(), norm).item())
                 optimizer.step()
-    trained = checkpoint(out)["model"]
+    trained = checkpoint(out)["parts"]["model"]
     error = torch.cat([(trained[name] - p).abs().flatten() for name, p in model.named_parameters()])
     assert (error < 2e-5).float().mean() > 0.995 and error.mean() < 2e-6, error.sort().values[-20:]
     assert out["losses/grad_norm"] == pytest.approx(sum(moved[-4:]) / 4, rel=1e-3) and min(moved) > 0.02
@@ -603,7 +626,7 @@ def test_equal_rewards_move_nothing(script, world, record, sampling_rounds):
     out = train(script, world, reward="flat", sampling_rounds=sampling_rounds)
     assert not inputs_of(events, "step") and len(events) == 3
     start = dict(load(script, world, "llama")[1].named_parameters())
-    assert all(torch.equal(p, start[name]) for name, p in checkpoint(out)["model"].items())
+    assert all(torch.equal(p, start[name]) for name, p in checkpoint(out)["parts"]["model"].items())
     assert [row["charts/rounds"] for row in lines(out)[1:]] == [sampling_rounds] * 3
     assert out["charts/flat_groups"] == 1 and out["losses/grad_norm"] == 0
 
@@ -638,7 +661,8 @@ def test_unscored_responses_have_no_advantage(script, world, record):
 
 def equal_runs(a, b):
     """Weights, optimiser state, random streams, metrics and completions agree to the bit."""
-    flat = lambda x: [y for v in x.values() for y in (flat(v) if isinstance(v, dict) else [v])] if x else []
+    inner = lambda x: x.values() if isinstance(x, dict) else x
+    flat = lambda x: [z for y in inner(x) for z in flat(y)] if isinstance(x, (dict, list)) else [x]
     states = [{k: v for k, v in checkpoint(out).items() if k != "args"} for out in (a, b)]
     for x, y in zip(*map(flat, states), strict=True):
         assert torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y
@@ -647,7 +671,7 @@ def equal_runs(a, b):
 
 KEYS = """losses/policy_loss losses/kl_loss losses/approx_kl losses/clipfrac losses/mismatch losses/ref_kl losses/grad_norm
 losses/entropy charts/reward charts/flat_groups charts/response_length charts/eos_share charts/unscored charts/tokens
-charts/rounds charts/learning_rate charts/TPS time/rollout time/score time/update"""
+charts/rounds charts/learning_rate charts/TPS charts/SPS time/rollout time/score time/update time/cpu"""
 
 
 def test_same_seed_same_run(script, world):
@@ -669,9 +693,9 @@ def test_same_seed_same_run(script, world):
     found = [d[f"eval/{name}"] for name in ("greedy", "pass@1", "pass@3")]
     assert found == pytest.approx([sum(passed[0]) / 6, sum(passed[1]) / 18, sum(map(any, groups)) / 6])
     assert 0 < found[1] < found[2]
-    weights = checkpoint(a)["model"]
-    assert all(torch.equal(p, weights[name]) for name, p in checkpoint(d)["model"].items())
-    rows = [json.loads(line) for line in open("runs/a/metrics.jsonl")]
+    weights = checkpoint(a)["parts"]["model"]
+    assert all(torch.equal(p, weights[name]) for name, p in checkpoint(d)["parts"]["model"].items())
+    rows = joined("runs/a/metrics.jsonl")
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
     assert not script.own or all(set(row) - {"eval/greedy"} == {"step", *KEYS.split()} for row in rows[1:])
     assert (
@@ -708,7 +732,7 @@ def test_stopped_and_resumed_equals_uninterrupted(script, world, how, flags):
     assert step == 4 if how == "raise" else 0 < step < 4
     with open("runs/x/metrics.jsonl", "a") as file:
         file.write('{"step": 99}\n')  # a line written after the checkpoint must go
-    resumed = script.main(script.Args(resume=Path("runs/x"), device="cpu"))
+    resumed = resume(script, "runs/x")
     equal_runs(whole, resumed)
 
 
@@ -719,7 +743,7 @@ def test_torn_line_does_not_stop_a_resume(script, world):
         train(script, world, save_every=1, run_name="x")
     with open("runs/x/metrics.jsonl", "a") as file:
         file.write('{"step": 3, "losses/po')
-    resumed = script.main(script.Args(resume=Path("runs/x"), device="cpu"))
+    resumed = resume(script, "runs/x")
     assert [row["step"] for row in lines(resumed)] == [0, 1, 2, 3]
 
 
@@ -734,13 +758,13 @@ def test_nan_stops_the_run_and_keeps_the_good_checkpoint(script, world, monkeypa
     ):
         train(script, world, save_every=1, run_name="x")
     state = checkpoint({"folder": "runs/x"})
-    assert state["step"] == 2 and all(p.isfinite().all() for p in state["model"].values())
+    assert state["step"] == 2 and all(p.isfinite().all() for p in state["parts"]["model"].values())
     with pytest.raises(FloatingPointError, match="stopped at step 1: the gradient .* none yet"):
         train(script, world, run_name="y")
 
-    def poison(model, *rest, **named):
-        next(model.parameters()).data.fill_(math.nan)
-        return rollout(model, *rest, **named)
+    def poison(sampler, *rest, **named):
+        next(sampler.model.parameters()).data.fill_(math.nan)
+        return rollout(sampler, *rest, **named)
 
     monkeypatch.setattr(script.module, "sample_groups", poison)
     with pytest.raises(FloatingPointError, match="stopped at step 1: .*logits .* none yet"):
@@ -761,7 +785,7 @@ def test_the_bfloat16_sampler_has_the_weights_of_the_model(script, world, record
 
 def test_half_written_checkpoint_never_replaces_a_good_one(script, world, monkeypatch):
     """A write that dies halfway leaves the old checkpoint as it was."""
-    path = Path(train(script, world)["folder"]) / "checkpoint.pt"
+    path = Path(train(script, world, run_name="x")["folder"]) / "checkpoint.pt"
     good = path.read_bytes()
 
     def dies(state, file):
@@ -769,9 +793,9 @@ def test_half_written_checkpoint_never_replaces_a_good_one(script, world, monkey
         raise OSError("disk full")
 
     monkeypatch.setattr(torch, "save", dies)
-    with pytest.raises(OSError):
-        script.save_checkpoint(path, {})
-    assert path.read_bytes() == good
+    with pytest.raises(script.UsageError, match="cannot write runs/x/checkpoint.pt: OSError: disk full"):
+        resume(script, "runs/x", total_steps=4)
+    assert path.read_bytes() == good and not list(path.parent.glob("*.tmp"))
 
 
 @pytest.mark.parametrize("own_file", [True, False])
@@ -818,7 +842,7 @@ def test_dropout_is_off_and_checkpointing_changes_nothing(script, world, monkeyp
     for name, flags in (("gpt2", {}), ("dropout", {}), ("dropout", dict(gradient_checkpointing=True))):
         calls.clear()
         out = train(script, world, model=name, max_grad_norm=1e-2, run_name=f"{len(weights)}", **flags)
-        weights.append(checkpoint(out)["model"])
+        weights.append(checkpoint(out)["parts"]["model"])
         counts.append(len(calls))
     assert all(torch.equal(p, weights[0][name]) for name, p in weights[1].items())
     error = torch.cat([(p - weights[0][name]).abs().flatten() for name, p in weights[2].items()])
@@ -840,12 +864,12 @@ PAPERS = {  # advantage, surrogate, clip_low, clip_high, aggregation, kl_coef, k
 def test_presets_are_the_papers(script, preset):
     """--preset sets what its paper had, a flag given beside it wins, and all else stays."""
     names = ("advantage", "surrogate", "clip_low", "clip_high", "aggregation", "kl_coef", "kl_form")
-    args = script.parse_args(["--preset", preset])
+    args = script.command_line(["--preset", preset])
     assert tuple(getattr(args, name) for name in names) == PAPERS[preset]
     dapo = (4, 0.2) if preset == "dapo" else (1, 0.0)
     assert (args.sampling_rounds, args.overlong_buffer) == dapo
     assert args.num_updates == (1 if preset == "rloo" else 4)
-    args = script.parse_args(
+    args = script.command_line(
         ["--preset", preset, "--clip-high", "0.33", "--aggregation", "token", "--seed", "7"]
     )
     assert (args.clip_high, args.aggregation, args.seed, args.clip_low) == (
@@ -888,7 +912,7 @@ def test_the_built_in_task_is_learnt(script, monkeypatch):
 def test_self_check_names_what_is_broken(script, world, monkeypatch):
     """A wrong temperature (B59, B115), wrong positions (B62) or another reference (B88) end the run before its first
     update with a sentence; without the checks it runs on."""
-    logps, load_model, build = script.token_logps, script.load_model, script.build
+    logps, load_model, reference_of = script.token_logps, script.load_model, script.reference_of
 
     def shifted(name):
         tokenizer, model = load_model(name)
@@ -898,15 +922,14 @@ def test_self_check_names_what_is_broken(script, world, monkeypatch):
         return tokenizer, model
 
     def other(*inputs):
-        tokenizer, model, reference = build(*inputs)
-        with reference() as frozen:
-            next(frozen.parameters()).data.mul_(1.5)
-        return tokenizer, model, reference
+        frozen = reference_of(*inputs)
+        next(frozen.parameters()).data.mul_(1.5)
+        return frozen
 
     for name, broken, message in (
         ("token_logps", lambda logits, tokens, _: logps(logits, tokens, 1.0), "sampled and as scored"),
         ("load_model", shifted, "sampled and as scored"),
-        ("build", other, "the reference differs"),
+        ("reference_of", other, "the reference differs"),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(script.module, name, broken)

@@ -1,6 +1,7 @@
 """Random streams and adapters: small parts of the scripts that the loop's tests use and do not look into."""
 
 import itertools
+import types
 
 import numpy as np
 import pytest
@@ -24,8 +25,8 @@ def test_streams_of_a_seed_are_apart(script):
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_adapters_start_as_the_model_without_dropout(script, kind):
     """Before the first step a model with adapters is the model, also in training mode and twice the same (B86,
-    unslothai/unsloth-zoo #832; B88, huggingface/trl #3194); only the adapters are trained; adapter_off switches
-    them off for a while, not for good (B88, huggingface/trl #495)."""
+    unslothai/unsloth-zoo #832; B88, huggingface/trl #3194); only the adapters are trained; the reference has
+    them switched off, the model not (B88, huggingface/trl #495)."""
     pytest.importorskip("peft")
     common = dict(vocab_size=13, bos_token_id=None, eos_token_id=1, pad_token_id=0)
     if kind == "gpt2":
@@ -51,8 +52,8 @@ def test_adapters_start_as_the_model_without_dropout(script, kind):
         moved = [adapted.train(mode)(ids).logits for mode in (False, True, True)]
         assert all(torch.equal(a, b) for a, b in itertools.pairwise(moved))
         assert (moved[0] - start).abs().max() > 1e-3
-        with script.adapter_off(adapted) as base:
-            torch.testing.assert_close(base(ids).logits, start, atol=1e-6, rtol=0)
+        reference = script.reference_of(adapted, types.SimpleNamespace(kl_coef=0.1, lora_rank=2))
+        torch.testing.assert_close(reference(input_ids=ids).logits, start, atol=1e-6, rtol=0)
         assert torch.equal(adapted(ids).logits, moved[0])
     assert [name for name, p in adapted.named_parameters() if p.requires_grad] == trained
 

@@ -95,15 +95,14 @@ def test_adam_goes_on_from_rollout_to_rollout(script, monkeypatch, tmp_path):
         names = ("obs", "actions", "logps", "advantages", "returns")
         obs, actions, logps, adv, ret = (batch[name].flatten(0, 1) for name in names)
         for mb in [mb for _ in range(2) for mb in torch.randperm(40, generator=generator).tensor_split(2)]:
-            mean, log_std, values = agent(obs[mb])
-            normal = torch.distributions.Normal(mean, log_std.exp().expand_as(mean))
-            ratio = (normal.log_prob(actions[mb]).sum(-1) - logps[mb]).exp()
+            logp, _, values = agent.evaluate(obs[mb], actions[mb])
+            ratio = (logp - logps[mb]).exp()
             surrogate = torch.min(ratio * adv[mb], ratio.clamp(0.8, 1.2) * adv[mb])
             loss = -surrogate.mean() + 0.25 * (values - ret[mb]).square().mean()
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-    trained = torch.load(f"{out['folder']}/checkpoint.pt", weights_only=True)["agent"]
+    trained = torch.load(f"{out['folder']}/checkpoint.pt", weights_only=True)["parts"]["agent"]
     for name, weight in agent.state_dict().items():
         torch.testing.assert_close(trained[name], weight, atol=1e-4, rtol=1e-3)
 
@@ -176,8 +175,8 @@ def test_evaluation_is_of_whole_episodes_by_the_mean_action(script, tmp_path, bo
     """Each evaluated episode is another one; the actions are the policy's mean through the bounds, on observations
     normalised by the statistics of training; what is reported are raw whole scores (B34, B53, DLR-RM/
     stable-baselines3 #591)."""
-    if inspect.getsource(script.make_env) != inspect.getsource(script.original.make_env):
-        script.gone("has another make_env")
+    if inspect.getsource(script.Env) != inspect.getsource(script.original.Env):
+        script.gone("has another Env")
     out = train(script, tmp_path, num_envs=2, total_timesteps=160, eval_episodes=6, action_bounds=bounds)
     log = probes.Probe.log
     trained, evaluated = log[:160], log[160:]
@@ -193,12 +192,11 @@ def test_evaluation_is_of_whole_episodes_by_the_mean_action(script, tmp_path, bo
     scores = [sum(entry[3] for entry in episode) for episode in episodes]
     assert out["eval/episodic_return"] == pytest.approx(np.mean(scores))
     assert out["eval/episodic_length"] == pytest.approx(np.mean([len(episode) for episode in episodes]))
-    agent = script.Agent(3, 2, 0.0)
-    agent.load_state_dict(torch.load(f"{out['folder']}/checkpoint.pt", weights_only=True)["agent"])
+    agent = script.Agent(3, 2, 0.0, bounds == "tanh")
+    agent.load_state_dict(torch.load(f"{out['folder']}/checkpoint.pt", weights_only=True)["parts"]["agent"])
     seen = np.array([entry[1] for entry in trained])
     obs = np.clip((np.array([entry[1] for entry in evaluated]) - seen.mean(0)) / seen.std(0), -10, 10)
-    with torch.no_grad():
-        mean = agent(torch.tensor(obs, dtype=torch.float32))[0].double()
+    mean = torch.tensor(agent.acting()(obs.astype(np.float32))[0]).double()
     unit = mean.tanh() if bounds == "tanh" else mean.clamp(-1, 1)
     sent = torch.tensor(np.array([entry[2] for entry in evaluated])).double()
     torch.testing.assert_close(sent, -2.0 + (unit + 1) / 2 * 2.5, atol=1e-4, rtol=1e-4)
@@ -290,15 +288,26 @@ def test_the_only_update_of_a_batch_has_the_policy_gradient(script, grpo_world, 
     torch.testing.assert_close(found.steps[0], expected.steps[0], atol=1e-5, rtol=1e-4)
 
 
+def responses(script, monkeypatch):
+    """(weights that sample, rows, batch) of every call of the sampler, from now on."""
+    respond, kept = script.Sampler.respond, []
+
+    def recorder(sampler, rows, *rest):
+        batch, texts = respond(sampler, rows, *rest)
+        kept.append((copy.deepcopy(sampler.source), rows, {k: v.clone() for k, v in batch.items()}))
+        return batch, texts
+
+    monkeypatch.setattr(script.module.Sampler, "respond", recorder)
+    return kept
+
+
 @GRPO
-def test_metrics_of_grpo_are_of_the_tokens_that_count(script, grpo_world, grpo_record):
+def test_metrics_of_grpo_are_of_the_tokens_that_count(script, grpo_world, grpo_record, monkeypatch):
     """Entropy, clip fraction, approximate KL and KL to the reference, with their sign and without padding (B22;
     B119, huggingface/trl #3715; B77)."""
-    events = grpo_record("respond", "update_policy", "surrogate", "kl_loss")
+    events, answers = grpo_record("update_policy", "surrogate", "kl_loss"), responses(script, monkeypatch)
     out = grpo.train(script, grpo_world, kl_coef=0.2, learning_rate=2e-2, total_steps=2)
-    drawn = [result[0] for kind, _, result in events if kind == "respond" and len(result[0]["mask"]) == 16][
-        -1
-    ]
+    *_, drawn = (batch for *_, batch in answers if len(batch["mask"]) == 16)
     entropy = drawn["entropies"][drawn["mask"]].mean().item()
     assert out["losses/entropy"] == pytest.approx(entropy, rel=1e-4)
     updates = [i for i, event in enumerate(events) if event[0] == "update_policy"]
@@ -397,23 +406,22 @@ def test_the_reward_model_steps_by_its_own_pairs(script, ppo_world, monkeypatch)
 
 
 @PPO
-def test_evaluation_of_the_policy_on_all_held_out_prompts(script, ppo_world, ppo_record):
+def test_evaluation_of_the_policy_on_all_held_out_prompts(script, ppo_world, monkeypatch):
     """Every held-out prompt once, by the weights of now; the KL is that of the policy to where it started (B89,
     huggingface/trl #1534; B26, #563)."""
-    events = ppo_record("respond", "evaluate_policy")
+    answers = responses(script, monkeypatch)
     out = ppo.train(script, ppo_world, num_prompts=4, learning_rate=1e-2, total_steps=3, normalize_scores=0)
     start, policy = (
         ppo.load(script, ppo_world, "llama")[1],
         copy.deepcopy(ppo.load(script, ppo_world, "llama")[1]),
     )
-    weights = ppo.checkpoint(out)["models"]
+    weights = ppo.checkpoint(out)["parts"]["model"]
     with torch.no_grad():
         for name, p in policy.named_parameters():
             p.copy_(weights[f"policy.{name}"])
-    parts = [(inputs, result) for kind, inputs, result in events if kind == "respond"][-2:]
     said, distance = [], []
-    for (sampler, _, rows, *_), (batch, _) in parts:
-        assert all(torch.equal(a, b) for a, b in zip(sampler.parameters(), policy.parameters()))
+    for source, rows, batch in answers[-2:]:
+        assert all(torch.equal(a, b) for a, b in zip(source.parameters(), policy.parameters()))
         for row, (response, _) in zip(rows, ppo.responses_of(batch)):
             said.append(row["prompt"])
             with torch.no_grad():
@@ -449,12 +457,16 @@ def test_greedy_responses_do_not_depend_on_the_batch_in_ppo(script, ppo_world, n
 
 def seeds_and_rates(script, train_one, monkeypatch):
     """Seeds of the generators that draw tokens and that shuffle, and the rates of all steps, for seeds 1 and 2."""
-    generate, cut = script.generate, script.minibatches
+    generate, cut = script.Sampler.generate, script.minibatches
     tokens, orders, rates, found = set(), set(), [], []
     stepped = lambda optimizer, *_: rates.extend(group["lr"] for group in optimizer.param_groups)
-    drawn = lambda *a: tokens.add(a[-1].initial_seed()) or generate(*a)
     shuffled = lambda *a: orders.add(a[-1].initial_seed()) or cut(*a)
-    monkeypatch.setattr(script.module, "generate", drawn)
+
+    def drawn(sampler, prompts, copies, temperature, generator=None):
+        tokens.add((generator or sampler.generator).initial_seed())
+        return generate(sampler, prompts, copies, temperature, generator)
+
+    monkeypatch.setattr(script.module.Sampler, "generate", drawn)
     monkeypatch.setattr(script.module, "minibatches", shuffled)
     hook = register_optimizer_step_pre_hook(stepped)
     for seed in (1, 2):

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -87,7 +88,7 @@ def train(module, world, rank, size, reward=few, **flags):
         note = lambda *a: batches.append(list(a[2]["prompts"])) or inner(*a)
         patch.setattr(module, "update_policy", note)
         if "resume" in flags:
-            args = module.Args(device="cpu", **flags)
+            args = module.command_line(["--device", "cpu", "--resume", flags["resume"]])
         else:
             args = arguments(module, world, **flags)
             args.reward = "exact"
@@ -140,7 +141,7 @@ def stopped(module, world, rank, size):
 def resumed(module, world, rank, size):
     if rank == 0:
         shutil.copytree("runs/cut", "runs/other")
-    return train(module, world, rank, size, resume=Path("runs/cut"))
+    return train(module, world, rank, size, resume="runs/cut")
 
 
 def too_few(module, world, rank, size):
@@ -151,11 +152,11 @@ def poisoned(module, world, rank, size):
     """The weights of the last process are no numbers from step 3 on."""
     rollout, steps = module.sample_groups, []
 
-    def poison(model, *rest):
+    def poison(sampler, *rest):
         steps.append(1)
         if len(steps) == 3 and rank == size - 1:
-            next(model.parameters()).data.fill_(math.nan)
-        return rollout(model, *rest)
+            next(sampler.model.parameters()).data.fill_(math.nan)
+        return rollout(sampler, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "sample_groups", poison)
@@ -168,7 +169,7 @@ def killed(module, world, rank, size):
 
 
 def go_on(module, world, rank, size):
-    return train(module, world, rank, size, resume=Path("runs/killed"))
+    return train(module, world, rank, size, resume="runs/killed")
 
 
 def other_start(module, world, rank, size):
@@ -176,11 +177,10 @@ def other_start(module, world, rank, size):
     build = module.build
 
     def differs(*inputs):
-        tokenizer, model, reference = build(*inputs)
-        with reference() as frozen:
-            for parameter in (*model.parameters(), *frozen.parameters()):
-                parameter.data.mul_(1 + rank)
-        return tokenizer, model, reference
+        task, model = build(*inputs)
+        for parameter in model.parameters():
+            parameter.data.mul_(1 + rank)
+        return task, model
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "build", differs)
@@ -369,7 +369,7 @@ def test_processes_sample_different_tokens(crews, size):
     runs = good(found["same_prompts"])
     texts = [tuple(t for prompts, ts, _ in run["calls"] if prompts[0] == "3=" for t in ts) for run in runs]
     assert all(len(set(its)) > 1 for its in texts) and len(set(texts)) == size
-    states = checkpoint({"folder": folder / "runs/whole"})["tokens"]
+    states = checkpoint({"folder": folder / "runs/whole"})["parts"]["tokens"]
     assert len(states) == size and len({tuple(state.tolist()) for state in states}) == size
 
 
@@ -391,7 +391,7 @@ def test_a_broken_gradient_ends_all(crews, size):
     text = "stopped at step 3: the gradient is not finite; last good checkpoint: runs/broken/checkpoint.pt, step 2"
     assert found["broken_gradient"] == [("FloatingPointError", text)] * size
     state = checkpoint({"folder": folder / "runs/broken"})
-    assert state["step"] == 2 and all(p.isfinite().all() for p in state["model"].values())
+    assert state["step"] == 2 and all(p.isfinite().all() for p in state["parts"]["model"].values())
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -400,8 +400,8 @@ def test_a_signal_to_one_stops_all_and_the_run_goes_on(crews, size):
     uninterrupted one to the bit."""
     folder, found = crews[size]
     assert found["stopped"] == [("SystemExit", "143")] * size
-    words = f"continue with: torchrun --nproc-per-node {size} grpo_rlhf.py --resume runs/cut"
-    assert words in (folder / "out0").read_text()
+    said = re.findall(r"stopped at step (\d); .* --resume runs/cut goes on", (folder / "out0").read_text())
+    assert said == [str(checkpoint({"folder": folder / "runs/other"})["step"])]
     assert 0 < checkpoint({"folder": folder / "runs/other"})["step"] < 4
     good(found["resumed"])
     equal_runs({"folder": folder / "runs/whole"}, {"folder": folder / "runs/cut"})
@@ -412,8 +412,8 @@ def test_wrong_numbers_of_processes_are_named(script, crews, tmp_path, monkeypat
     folder, found = crews[3]
     assert found["too_few"] == [("UsageError", "--num-prompts 2 are fewer than the 3 processes")] * 3
     monkeypatch.chdir(folder)
-    with pytest.raises(script.UsageError, match="^--resume runs/other: .* of 3 processes, not of 1$"):
-        script.main(script.Args(resume=Path("runs/other"), device="cpu"))
+    with pytest.raises(script.UsageError, match="^--resume goes on with a run of 3 processes, not of 1$"):
+        script.main(script.command_line(["--resume", "runs/other", "--device", "cpu"]))
 
 
 def test_all_start_from_the_weights_of_the_first(crews):
@@ -477,5 +477,5 @@ def test_torchrun(script, world, tmp_path):
     assert code != 0 and (tmp_path / "runs/x/checkpoint.pt").exists(), said
     state = torch.load(tmp_path / "runs/x/checkpoint.pt", weights_only=True)
     rows = [json.loads(row) for row in log.read_text().splitlines()]
-    assert [row["step"] for row in rows] == [*range(state["step"] + 1)] and len(state["tokens"]) == 2
-    assert said.count(f"stopped at step {state['step']:,}; continue with: torchrun") == 1
+    assert [row["step"] for row in rows] == [*range(state["step"] + 1)] and len(state["parts"]["tokens"]) == 2
+    assert said.count(f"stopped at step {state['step']:,}; ") == 1
