@@ -89,9 +89,10 @@ class told(contextlib.AbstractContextManager):
 
     def __exit__(self, kind, error, trace):
         if isinstance(error, Exception) and not isinstance(error, (UsageError, FloatingPointError)):
-            place, words = traceback.extract_tb(trace)[-1], " ".join(str(error).split())[:400]
-            where = f"({Path(place.filename).name}:{place.lineno})"
-            raise UsageError(f"{self.fault}: {kind.__name__}: {words} {where}") from error
+            frames, libraries = traceback.extract_tb(trace), (sys.prefix, sys.base_prefix, __file__)
+            place = ([f for f in frames if not f.filename.startswith(libraries)] or frames)[-1]
+            words = f"{kind.__name__}: {' '.join(str(error).split())[:400]}"
+            raise UsageError(f"{self.fault}: {words} ({Path(place.filename).name}:{place.lineno})") from error
 
 
 Natural = Annotated[int, "must be at least 1", lambda x: x >= 1]
@@ -1150,9 +1151,8 @@ def main(args: Args) -> dict:
         dist.broadcast(parameter.data, 0)
     reference = reference_of(model, args)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    optimizer = torch.optim.AdamW(
-        trained.values(), lr=args.learning_rate, betas=(0.9, 0.99), weight_decay=0.0, fused=True
-    )
+    settings = dict(lr=args.learning_rate, betas=(0.9, 0.99), weight_decay=0.0, fused=True)
+    optimizer = torch.optim.AdamW(trained.values(), **settings)
     sampler = (Engine if args.rollout == "vllm" else Sampler)(model, task, args, generator)
 
     name = "sort" if args.dataset is None else Path(args.dataset).stem
@@ -1315,8 +1315,8 @@ class Run:
         self.args, self.size, self.total = args, size, iterations * size  # each is of `size` steps
         self.learnt, self.parts, self.metrics, self.received, self.step = {}, {}, {}, [], 0
         self.writes = not (dist.is_initialized() and dist.get_rank())  # the first process does
-        self.state = None if args.resume is None else load_checkpoint(args.resume)
-        if self.state is None:
+        self.state = load_checkpoint(path) if (path := args.resume or args.start_from) else None
+        if args.resume is None:
             self.folder = collect(self.new_folder(task) if self.writes else None)[0]
         else:
             self.folder, self.step = self.state["file"].parent, self.state["step"]
@@ -1333,7 +1333,7 @@ class Run:
         config = {
             "args": vars(self.args),
             "versions": {"python": platform.python_version(), **versions},
-            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor(),
+            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
             "processes": int(os.environ.get("WORLD_SIZE", 1)),
             "sha256": hashlib.sha256(Path(__file__).read_bytes()).hexdigest(),
         }
@@ -1345,15 +1345,15 @@ class Run:
         return folder
 
     def __enter__(self):
-        if self.state is not None:
+        if self.args.resume is not None:
             load_parts(self.learnt | self.parts, self.state)
             for path in self.folder.glob("*.jsonl") if self.writes else ():
                 lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
                 path.write_text("".join(line for line in lines if json.loads(line)["step"] <= self.step))
             if self.state["total"] != self.total:
                 print(f"{self.state['total']:,} steps become {self.total:,}: schedules are of the longer run")
-        elif self.args.start_from is not None:
-            load_parts(self.learnt, load_checkpoint(self.args.start_from))
+        elif self.state is not None:
+            load_parts(self.learnt, self.state)
         self.state = self.wandb = None
         if self.args.track and self.writes:
             import wandb

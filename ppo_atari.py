@@ -84,9 +84,10 @@ class told(contextlib.AbstractContextManager):
 
     def __exit__(self, kind, error, trace):
         if isinstance(error, Exception) and not isinstance(error, (UsageError, FloatingPointError)):
-            place, words = traceback.extract_tb(trace)[-1], " ".join(str(error).split())[:400]
-            where = f"({Path(place.filename).name}:{place.lineno})"
-            raise UsageError(f"{self.fault}: {kind.__name__}: {words} {where}") from error
+            frames, libraries = traceback.extract_tb(trace), (sys.prefix, sys.base_prefix, __file__)
+            place = ([f for f in frames if not f.filename.startswith(libraries)] or frames)[-1]
+            words = f"{kind.__name__}: {' '.join(str(error).split())[:400]}"
+            raise UsageError(f"{self.fault}: {words} ({Path(place.filename).name}:{place.lineno})") from error
 
 
 Natural = Annotated[int, "must be at least 1", lambda x: x >= 1]
@@ -600,7 +601,7 @@ def main(args: Args) -> dict:
         raise UsageError(f"--num-envs {args.num_envs} is fewer than the {size} processes")
     env_stream, action_stream, shuffle_stream, _ = streams(args.seed)  # [D10]
     bits = np.random.PCG64(action_stream)
-    generator = torch.Generator(device).manual_seed(int(shuffle_stream.generate_state(1)[0]))
+    generator = torch.Generator().manual_seed(int(shuffle_stream.generate_state(1)[0]))
     torch.manual_seed(args.seed)  # initial weights
     games = Games(args, env_stream.spawn(args.num_envs), share_of(args.num_envs, rank, size))
     agent = Agent(games.num_actions, args.bf16).to(device)
@@ -752,8 +753,7 @@ class Run:
         self.args, self.size, self.total = args, size, iterations * size  # each is of `size` steps
         self.learnt, self.parts, self.metrics, self.received, self.step = {}, {}, {}, [], 0
         self.writes = not (dist.is_initialized() and dist.get_rank())  # the first process does
-        path = args.resume or args.start_from
-        self.state = None if path is None else load_checkpoint(path)
+        self.state = load_checkpoint(path) if (path := args.resume or args.start_from) else None
         if args.resume is None:
             self.folder = collect(self.new_folder(task) if self.writes else None)[0]
         else:

@@ -53,6 +53,7 @@ class Odd(gym.Env):
                 "a reward of two": lambda: (obs, np.zeros(2), last, False, {}),
                 "no value": lambda: None,
                 "exit": lambda: open("/no/such/file"),
+                "library": lambda: json.loads("{"),
             }[self.raises]()
         return obs, 1.0, last, False, {}
 
@@ -118,7 +119,7 @@ def test_each_side_of_an_action_has_its_own_truth(script, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "raises", ["exception", "four values", "no reward", "a reward of two", "no value", "exit"]
+    "raises", ["exception", "four values", "no reward", "a reward of two", "no value", "exit", "library"]
 )
 def test_a_fault_of_the_environment_is_a_sentence(script, tmp_path, raises):
     """What an environment does wrong is told with what was raised, file and line, step and last good checkpoint."""
@@ -130,6 +131,7 @@ def test_a_fault_of_the_environment_is_a_sentence(script, tmp_path, raises):
     place = {
         "exception": "division by zero (test_own",
         "exit": "No such file or directory: '/no/such/file' (test_own",
+        "library": "JSONDecodeError: Expecting property name enclosed in double quotes: line 1 column 2 (char 1) (test_own",
     }
     assert place.get(raises, ".py:") in said
     assert torch.load("runs/x/checkpoint.pt", weights_only=True)["step"] == 20
