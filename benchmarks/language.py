@@ -1,4 +1,4 @@
-"""Tables and figures of the language-model scripts, from what run.py and speed_grpo.py wrote; for report.py.
+"""Tables and figures of the language scripts, from what run.py and the speed_*.py wrote; for report.py.
 
 Reads results/<script>/<task>/<variant->seed<k>.csv, .json and .completions.csv, results/speed/grpo-*.json.
 "Before" and "after" are the evaluations at step 0 and at the last step, on the same held-out prompts.
@@ -8,10 +8,12 @@ A further table or figure is one more entry of TABLES or FIGURES at the end.
 import csv
 import functools
 import json
+import random
 import re
 from pathlib import Path
 
 import numpy as np
+import sentiment
 from scipy.stats import binomtest
 from smollm2 import data
 
@@ -128,6 +130,8 @@ def smollm2_table(results: Path, script: str) -> str:
 
 def speed_table(results: Path, script: str) -> str:
     """Every contender of every setting, from the summaries of speed_grpo.py; the floor is the bare model."""
+    names = {"row a response": "each answer in a row of its own", "no skipping": "nothing is skipped",
+             "neither": "own rows, nothing is skipped"}  # fmt: skip
     rows, notes = [], ""
     for path in sorted((results / "speed").glob(f"{script.removesuffix('_rlhf')}-*.json")):
         found = json.loads(path.read_text())
@@ -137,7 +141,7 @@ def speed_table(results: Path, script: str) -> str:
             if "update" in r:
                 cells[4:] = [f"{r['rollout']:.2f}", f"{r['score'] + r['update']:.2f}"]
                 cells.append(f"{r['learn_tps']:.0f} / {r['floor_tps']:.0f}")
-            rows.append([found["setting"], name, *cells])
+            rows.append([found["setting"], names.get(name, name), *cells])
         rounds, cpu = len(found["rounds"]), found["cpu"]
         notes += f"\n{found['setting']}: medians of {rounds} interleaved rounds, one core ({cpu}).\n"
     header = "setting||s a step|CPU s|its CPU time / ours (range)|peak memory, MB|generating, s|learning, s"
@@ -266,8 +270,46 @@ def sentiment_table(results: Path, script: str) -> str:
     return text
 
 
+def examples_table(results: Path, script: str, count=3) -> str:
+    """The first held-out prompts of the first seed, and its completions before and after."""
+    runs = load(results / script / "sentiment", completions=True)
+    if not runs:
+        return markdown([], [])
+    steps = sorted({int(row["step"]) for row in runs[0]["said"]})
+    said = [[r["completion"] for r in runs[0]["said"] if int(r["step"]) == s] for s in steps]
+    about = things_to_describe()[-len(said[0]) :]
+    return markdown(["prompt", "before", "after"], [list(row) for row in zip(about, *said)][:count])
+
+
+def things_to_describe() -> list[str]:
+    """What the prompts of sentiment.py are about, in the order of its file."""
+    pairs = [(kind, thing) for kind in sentiment.KINDS for thing in sentiment.THINGS]
+    random.Random(0).shuffle(pairs)
+    return [f"{'an' if kind[0] in 'aeo' else 'a'} {kind} {thing}" for kind, thing in pairs]
+
+
 def with_error(found: list[tuple]) -> str:
     return extent([x[0] for x in found], "+.3f") + (f" ± {found[0][1]:.3f}" if len(found) == 1 else "")
+
+
+def headlines(results: Path, at: str) -> list[list[str]]:
+    """Rows of the README's table: sums with SmolLM2, and the leash; `at` is where all results are."""
+    rows, speed = [], results / "speed" / "grpo-smollm2.json"
+    runs = [judge(run) for run in load(results / GRPO / "chain_sum", completions=True)]
+    times = json.loads(speed.read_text())["summary"] if speed.exists() else {}
+    if runs and {"ours", "TRL"} <= times.keys():
+        cpu = {name: f"{times[name]['cpu']:.1f} CPU seconds a step" for name in ("ours", "TRL")}
+        answers = change([run["accuracy, before → after"] for run in runs])
+        what = f"[SmolLM2-135M]({at}sums-with-smollm2-135m-instruct) learns sums, {len(runs)} seeds: accuracy"
+        rows.append([what, f"{answers}; {cpu['ours']}", f"TRL's GRPOTrainer: {cpu['TRL']}"])
+    leash, free = leashed(results, PPO)
+    if leash and free:
+        last = lambda name, runs: [ends(run, f"eval/{name}")[1] for run in runs]
+        cells = [f"{extent(last('true_preference', runs), '.2f')}, reward-model score "
+                 f"{extent(last('score', runs), '.2f')}" for runs in (leash, free)]  # fmt: skip
+        what = f"[PPO against a reward model]({at}what-the-leash-is-for), {len(leash)} seeds: true preference"
+        rows.append([what, cells[0], f"without the KL penalty: {cells[1]}"])
+    return rows
 
 
 def band(axis, runs: list[dict], name: str, color: str, label: str) -> None:
@@ -342,7 +384,7 @@ GRPO, PPO = "grpo_rlhf", "ppo_rlhf"
 TABLES = {name: functools.partial(table, script=script) for name, script, table in (
     ("grpo_sort", GRPO, sort_table), ("grpo_smollm2", GRPO, smollm2_table), ("grpo_speed", GRPO, speed_table),
     ("ppo_world", PPO, world_table), ("ppo_leash", PPO, leash_table), ("ppo_sentiment", PPO, sentiment_table),
-    ("ppo_speed", PPO, ppo_speed_table),
+    ("ppo_examples", PPO, examples_table), ("ppo_speed", PPO, ppo_speed_table),
 )}  # fmt: skip
 FIGURES = {
     "grpo_sort": functools.partial(curves, GRPO, "sort", 2, sort_panels),

@@ -1,11 +1,11 @@
 """Tables and learning curves from the results that run.py and speed.py wrote; language.py has some of them.
 
-    python benchmarks/report.py                             # benchmarks/report/: a page and its figures
-    python benchmarks/report.py --readme README.md          # renew the tables of the README
-    python benchmarks/report.py --readme README.md --check  # exit 1 if they are not what the results say
+    python benchmarks/report.py            # renew the tables of PAGES and the figures in benchmarks/report/
+    python benchmarks/report.py --check    # change nothing; exit 1 if a table is not what the results say
 
-A table of the README stands between `<!-- table:NAME -->` and `<!-- end -->`; the names are those of TABLES.
-Reads results/<script>/<task>/<variant->seed<k>.csv and results/speed/*.csv; what is missing does not appear.
+A table of a page stands between `<!-- table:NAME -->` and `<!-- end -->`; the names are those of TABLES.
+Reads results/<script>/<task>/<variant->seed<k>.csv and .json, and results/speed/*. What is missing there does
+not appear.
 """
 
 import argparse
@@ -23,16 +23,18 @@ from scipy.stats import bootstrap, trim_mean
 from speed import summary
 
 HERE = Path(__file__).resolve().parent
+PAGES = [HERE.parent / "README.md", HERE / "README.md", HERE / "scaling.md"]
 OURS, DEFAULT, CLEANRL = "ppo_continuous", "logstd-1", "logstd0"  # variants: our default, CleanRL's value
+GAMES, ENDS, FIRE = "ppo_atari", "time_limit_ends", "fire_left_to_the_policy"
 MAIN = ["HalfCheetah-v5", "Hopper-v5", "Walker2d-v5"]
 GROUPS = {  # name: tasks, {label: (script, variant)}
     "main": (MAIN, {"default": (OURS, DEFAULT), "--log-std-init 0": (OURS, CLEANRL)}),
     "peer": (MAIN, {"--log-std-init 0": (OURS, f"{CLEANRL}-150k"), "SB3": ("peer_sb3", "")}),
     "time_limit": (MAIN[:1], {
-        "time limit bootstraps": (OURS, CLEANRL), "time limit ends": ("time_limit_ends", CLEANRL)}),
+        "time limit bootstraps": (OURS, CLEANRL), "time limit ends": (ENDS, CLEANRL)}),
     "log_std": ([*MAIN, "Ant-v5", "Swimmer-v5", "InvertedDoublePendulum-v5"], {
         f"log std {value}": (OURS, f"logstd{value}") for value in ("0", "-0.5", "-1")}),
-    "atari": (["ALE-Pong-v5", "ALE-Breakout-v5"], {"--bf16": ("ppo_atari", "bf16")}),
+    "atari": (["ALE-Pong-v5", "ALE-Breakout-v5"], {"--bf16": (GAMES, "bf16")}),
 }  # fmt: skip
 # CleanRL, docs/benchmark/ppo_continuous_action.md: gymnasium's v4 tasks, 1M steps, 3 seeds.
 PUBLISHED = {"HalfCheetah": "1442.64 ± 46.03", "Hopper": "2382.86 ± 271.74", "Walker2d": "2287.95 ± 571.78"}
@@ -52,8 +54,11 @@ def variant_of(path: Path) -> str:
 def load(folder: Path, variant: str) -> list[dict]:
     """The runs of one task and variant, as arrays of step, training and evaluation return."""
     tables = [read(path) for path in sorted(folder.glob("*seed*.csv")) if variant_of(path) == variant]
-    return [{key: np.array([float(row[column] or "nan") for row in rows]) for key, column in COLUMNS.items()}
-            for rows in tables if rows]  # fmt: skip
+    return [
+        {key: np.array([float(row.get(name) or "nan") for row in rows]) for key, name in COLUMNS.items()}
+        for rows in tables
+        if rows
+    ]
 
 
 def collect(results: Path, tasks: list[str], series: dict) -> dict[str, dict[str, list[dict]]]:
@@ -120,13 +125,41 @@ def score_table(rows: list[list[str]]) -> str:
     return markdown(["task", "run", "steps", "seeds", *columns], rows)
 
 
-def all_rows(results: Path) -> list[list[str]]:
-    """Every task and variant, whatever its length."""
-    rows = []
-    for script in (OURS, "time_limit_ends", "peer_sb3", "ppo_atari"):
-        for task, name in {(p.parent.name, variant_of(p)) for p in (results / script).glob("*/*seed*.csv")}:
-            rows += score_rows(results, [task], {f"{script} {name}".strip(): (script, name)})
-    return sorted(rows)
+def atari_table(results: Path) -> str:
+    """Training score at the end and at its best on the way, and the evaluation."""
+    rows, (tasks, series) = [], GROUPS["atari"]
+    for task, labels in collect(results, tasks, series).items():
+        for label, runs in labels.items():
+            best = [np.nanargmax(run["training"]) for run in runs]
+            values = [run["training"][at] for run, at in zip(runs, best)]
+            scores = [final(runs, "training"), values, final(runs, "evaluation")]
+            cells = [language.extent(list(found), ".2f") for found in scores]
+            cells[1] += ", at " + ", ".join(f"{run['step'][at] / 1e6:.2f}M" for run, at in zip(runs, best))
+            rows.append([task, label, steps(runs), str(len(runs)), *cells])
+    return markdown(["task", "run", "steps", "seeds", "training", "training, best", "evaluation"], rows)
+
+
+def breakout_table(results: Path) -> str:
+    """Training scores of three runs at the same steps, each with the step at which its file has them.
+
+    The last two were stopped: the last rows are where their files end.
+    """
+    ours = f"`{GAMES}.py --bf16`"
+    sources = {ours: (GAMES, "ALE-Breakout-v5", "bf16"),
+               f"{ours}, FIRE left to the policy": (FIRE, "ALE-Breakout-v5", "bf16-stopped"),
+               "CleanRL": ("peer_cleanrl", "BreakoutNoFrameskip-v4", "stopped")}  # fmt: skip
+    runs, rows = {}, []
+    for name, (script, task, variant) in sources.items():
+        found = load(results / script / task, variant)
+        runs |= {name: found[0]} if found else {}
+    for wanted in sorted({50_000, 100_000, *(int(run["step"][-1]) for run in [*runs.values()][1:])}):
+        cells = []
+        for run in runs.values():
+            at = np.abs(run["step"] - wanted).argmin()
+            near = abs(run["step"][at] / wanted - 1) < 0.1
+            cells.append(f"{run['training'][at]:.2f} at {run['step'][at] / 1e3:.0f}k" if near else "stopped")
+        rows.append([f"{wanted / 1e3:.0f}k", *cells])
+    return markdown(["steps", *runs], rows if len(runs) > 1 else [])
 
 
 def log_std_table(results: Path) -> str:
@@ -188,14 +221,89 @@ def scaling_table(results: Path) -> str:
     return markdown(["script", "setting", "speed"], rows)
 
 
+def medians(results: Path, script: str) -> dict[str, dict]:
+    """The medians of a script's speed table by contender; empty if it was not timed."""
+    paths = sorted((results / "speed").glob(f"{script}-*.csv"))
+    return {r["contender"]: r for r in summary(read(paths[0]))} if paths else {}
+
+
+def processes_table(results: Path) -> str:
+    """One core's time to an optimiser step, beside the time in which two processes sum its gradients.
+
+    The sums of the language models are those of a piece of SmolLM2-135M, times the number of pieces.
+    """
+    paths = [results / name for name in ("all_reduce.json", "speed/grpo-smollm2.json")]
+    games = medians(results, GAMES)
+    if not (games and all(path.exists() for path in paths)):
+        return markdown([], [])
+    sums, learning = (json.loads(path.read_text()) for path in paths)
+    step = lambda contender: f"{64 / games[contender]['steady'] * 1e3:.0f} ms"  # 64 new samples a minibatch
+    atari, piece = sums["ppo_atari"], sums["an eighth of SmolLM2-135M"]
+    whole = lambda models: (
+        f"{8 * models * piece['mb']:.0f} MB: {8 * models * piece['milliseconds'] / 1e3:.1f} s"
+    )
+    update = learning["summary"]["ours"]["update"] + learning["summary"]["ours"]["score"]
+    pixels = f"{atari['mb']:.1f} MB: {atari['milliseconds']:.0f} ms"
+    rows = [
+        [f"`{GAMES}.py`", f"{step(GAMES)}, with `--bf16` {step(f'{GAMES} --bf16')}", pixels],
+        ["`grpo_rlhf.py`, 135M parameters", f"{update:.0f} s (128 answers)", whole(1)],
+        ["`ppo_rlhf.py`, two models of 135M", "not measured", whole(2)],
+    ]
+    return markdown(["", "one core, to an optimiser step", "sum of the gradients, two processes"], rows)
+
+
+def texts_table(results: Path) -> str:
+    """Which text of its script made each result: the beginning of its SHA-256, and the commit if recorded."""
+    found = {}  # (script, text) -> task and variant -> seeds
+    for path in sorted(results.glob("*/*/*seed*.json")):
+        config, seed = json.loads(path.read_text()), re.search(r"\d+$", path.stem)[0]
+        text = f"`{config['sha256'][:8]}`"
+        text += f", commit {config['commit'][:7]}" if config.get("commit") else ""
+        what = " ".join([path.parent.name, variant_of(path)]).strip()
+        found.setdefault((path.parent.parent.name, text), {}).setdefault(what, []).append(seed)
+    for path in sorted((results / "speed").glob("*.json")):
+        config, script = json.loads(path.read_text()), path.stem.partition("-")[0]
+        script = script if script.startswith("ppo_") else f"{script}_rlhf"
+        text = config["contenders"][script]["sha256"] if "contenders" in config else config["sha256"]
+        text = text if isinstance(text, str) else text[f"../{script}.py"]
+        found.setdefault((script, f"`{text[:8]}`"), {})[f"speed/{path.stem}"] = []
+    rows = []
+    for (script, text), results_of in sorted(found.items()):
+        names = [
+            f"{what}{': ' * bool(seeds)}{', '.join(sorted(seeds, key=int))}"
+            for what, seeds in results_of.items()
+        ]
+        rows.append([f"`{script}`", text, "; ".join(names)])
+    return markdown(["script", "text", "results and their seeds"], rows)
+
+
+def headline_table(results: Path) -> str:
+    """What README.md shows of the results, with links to all of them."""
+    task, at, rows = MAIN[0], "benchmarks/README.md#", []
+    run = {name: load(results / script / task, variant) for name, (script, variant) in
+           {"ours": (OURS, DEFAULT), "start": (OURS, CLEANRL), "ends": (ENDS, CLEANRL)}.items()}  # fmt: skip
+    minutes = {name: f"{r['million'] / 60:.1f}" for name, r in medians(results, OURS).items()}
+    if all(run.values()) and {OURS, "CleanRL"} <= minutes.keys():
+        score = {name: estimate(final(runs, "training"), np.mean) for name, runs in run.items()}
+        what = f"[{task}]({at}the-default), {steps(run['ours'])} steps, {len(run['ours'])} seeds: return"
+        beside = (
+            f"{score['start']} with CleanRL's initial deviation, {score['ends']} if a time limit counts as "
+        )
+        beside += f"an end too; CleanRL takes {minutes['CleanRL']} minutes"
+        rows.append([what, f"{score['ours']} in {minutes[OURS]} minutes of one core", beside])
+    return markdown(["", "here", "beside it"], rows + language.headlines(results, at))
+
+
 TABLES = {
     name: lambda results, name=name: score_table(score_rows(results, *GROUPS[name], name == "main"))
-    for name in ("main", "peer", "time_limit", "atari")
-} | {"log_std": log_std_table, "engine": engine_table, "scaling": scaling_table, **language.TABLES}
+    for name in ("main", "peer", "time_limit")
+} | language.TABLES
 TABLES |= {
-    name: lambda results, script=script: speed_table(results, script)
-    for name, script in (("speed", OURS), ("atari_speed", "ppo_atari"))
-}
+    "headline": headline_table, "log_std": log_std_table, "atari": atari_table, "breakout": breakout_table,
+    "speed": functools.partial(speed_table, script=OURS),
+    "atari_speed": functools.partial(speed_table, script=GAMES),
+    "processes": processes_table, "scaling": scaling_table, "engine": engine_table, "texts": texts_table,
+}  # fmt: skip
 
 
 def curves(found: dict, series: dict, path: Path) -> None:
@@ -223,24 +331,18 @@ def curves(found: dict, series: dict, path: Path) -> None:
     plt.close(figure)
 
 
-def write_report(results: Path, out: Path) -> None:
+def draw(results: Path, out: Path) -> None:
+    """Every figure of the pages that has results."""
     out.mkdir(parents=True, exist_ok=True)
-    page = (
-        f"# {OURS}: results\n\nWritten by benchmarks/report.py. Training: last 100 episodes. Evaluation: 10 "
-    )
-    page += "episodes, mean action, frozen statistics. Figures: mean and range over the seeds.\n"
-    for name, table in TABLES.items():
-        page += f"\n## {name}\n\n{table(results)}"
-        if found := collect(results, *GROUPS.get(name, ([], {}))):
-            curves(found, GROUPS[name][1], out / f"curves_{name}.svg")
-            page += f"\n![{name}](curves_{name}.svg)\n"
-        if name in language.FIGURES and language.FIGURES[name](results, out / f"curves_{name}.svg"):
-            page += f"\n![{name}](curves_{name}.svg)\n"
-    (out / f"{OURS}.md").write_text(f"{page}\n## all runs\n\n{score_table(all_rows(results))}")
+    for name, (tasks, series) in GROUPS.items():
+        if found := collect(results, tasks, series):
+            curves(found, series, out / f"curves_{name}.svg")
+    for name, figure in language.FIGURES.items():
+        figure(results, out / f"curves_{name}.svg")
 
 
 def renew(text: str, results: Path) -> str:
-    """The README with each marked table replaced."""
+    """A page with each marked table replaced."""
 
     def table(match):
         if match[2] not in TABLES:
@@ -250,27 +352,30 @@ def renew(text: str, results: Path) -> str:
     marked = r"(<!-- table:(\S+) -->\n)(?:(?!<!-- table:).)*?(<!-- end -->)"
     new, count = re.subn(marked, table, text, flags=re.DOTALL)
     if count != text.count("<!-- table:"):
-        sys.exit("report.py: a `<!-- table:NAME -->` of the README has no `<!-- end -->`")
+        sys.exit("report.py: a `<!-- table:NAME -->` of a page has no `<!-- end -->`")
     return new
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--results", type=Path, default=HERE / "results")
-    parser.add_argument("--out", type=Path, default=HERE / "report", help="folder of the page and figures")
-    parser.add_argument("--readme", type=Path, help="renew the tables of this file instead")
-    parser.add_argument("--check", action="store_true", help="only compare --readme, exit 1 if it differs")
+    parser.add_argument("--out", type=Path, default=HERE / "report", help="folder of the figures")
+    parser.add_argument(
+        "--pages", type=Path, nargs="+", default=PAGES, help="the pages whose tables are renewed"
+    )
+    parser.add_argument("--check", action="store_true", help="change nothing, exit 1 if a table differs")
     args = parser.parse_args()
-    if args.readme is None and not args.check:
-        return write_report(args.results, args.out)
-    if args.readme is None or not args.readme.is_file():
-        sys.exit(f"report.py: --readme {args.readme} is no file")
-    old = args.readme.read_text()
-    new = renew(old, args.results)
-    if not args.check:
-        args.readme.write_text(new)
-    elif new != old:
-        sys.exit(f"report.py: the tables of {args.readme} differ: run report.py --readme {args.readme}")
+    if missing := [str(page) for page in args.pages if not page.is_file()]:
+        sys.exit(f"report.py: there is no page {', '.join(missing)}")
+    texts = {page: page.read_text() for page in args.pages}
+    new = {page: renew(text, args.results) for page, text in texts.items()}
+    changed = [page for page in texts if new[page] != texts[page]]
+    if args.check:
+        names = ", ".join(str(page) for page in changed)
+        sys.exit(f"report.py: tables of {names} differ: run report.py" if changed else 0)
+    for page in changed:
+        page.write_text(new[page])
+    draw(args.results, args.out)
 
 
 if __name__ == "__main__":
