@@ -178,10 +178,10 @@ SHARED = {
         ("weights of the processes are not compared", "", "if any(other != sums[0] for other in sums):", "if False:", "test_processes_whose_weights"),
     ],
     ("ppo_atari",): [
-        ("whitened with the process's own statistics", "B28, THUDM/slime #2235", "(whiten(adv) if norm_adv else adv)[places]", "whiten(adv[places]) if norm_adv else adv[places]", "test_the_update_is_that"),
-        ("unequal parts of a minibatch weigh the same", "B28", " * (len(own[0]) / len(mb))", " / dist.get_world_size()", "test_the_update_is_that"),
+        ("whitened with the process's own statistics", "B28, THUDM/slime #2235", "(whiten(adv) if args.norm_adv else adv)[places]", "whiten(adv[places]) if args.norm_adv else adv[places]", "test_the_update_is_that"),
+        ("unequal parts of a minibatch weigh the same", "B28", " * (len(rows) / len(mb))", " / dist.get_world_size()", "test_the_update_is_that"),
         ("gradients are not summed over processes", "", "sum_over_processes(part).split(", "part.split(", "test_the_update_is_that"),
-        ("explained variance of one's own part", "B28", 'explained_variance(everyone["values"], everyone["returns"])', 'explained_variance(b["values"], b["returns"])', "test_the_update_is_that"),
+        ("explained variance of one's own part", "B28", 'explained_variance(b["values"], b["returns"])', 'explained_variance(*(b[name][: len(b["obs"])] for name in ("values", "returns")))', "test_the_update_is_that"),
     ],
     ("grpo_rlhf", "ppo_rlhf"): [
         ("no temperature in log-probabilities", "B59, OpenRLHF #857", "logits = logits.float() / temperature", "logits = logits.float()", "test_token_logps"),
