@@ -185,7 +185,7 @@ MUTANTS += [
     ("an endless episode is evaluated without an end", "", "while not done and len(env.actions) < LONGEST_EVALUATION:", "while not done:", "test_an_evaluation_has_an_end"),
     ("nothing is saved before the last evaluation", "", "        if self.due(self.args.save_every * self.size):\n            self.save()\n", "        if self.step < self.total and self.due(self.args.save_every * self.size):\n            self.save()\n", "test_the_last_evaluation_loses_nothing"),
     ("a run that is trained longer keeps the old schedule", "", "args = tyro.cli(Args, args=argv, default=Args(**saved))\n", "args = tyro.cli(Args, args=argv, default=Args(**saved))\n    args.__dict__['total_timesteps'] = saved['total_timesteps']\n", "test_a_finished_run"),
-    ("a new run takes the optimiser too", "", "load_parts(self.learnt, load_checkpoint(self.args.start_from))", "load_parts(self.learnt | self.parts, load_checkpoint(self.args.start_from))", "test_a_new_run_starts"),
-    ("a new run starts from weights without statistics", "", "load_parts(self.learnt, load_checkpoint(self.args.start_from))", "load_parts({'agent': self.learnt['agent']}, load_checkpoint(self.args.start_from))", "test_a_new_run_starts"),
+    ("a new run takes the optimiser too", "", "load_parts(self.learnt, self.state)", "load_parts(self.learnt | self.parts, self.state)", "test_a_new_run_starts"),
+    ("a new run starts from weights without statistics", "", "load_parts(self.learnt, self.state)", "load_parts({'agent': self.learnt['agent']}, self.state)", "test_a_new_run_starts"),
     ("the class default as a value goes unnoticed", "", "if now != before and not", "if now not in (before, getattr(Args, name)) and not", "test_wrong_files"),
 ]  # fmt: skip
