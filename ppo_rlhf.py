@@ -43,7 +43,6 @@ import collections
 import contextlib
 import copy
 import dataclasses
-import functools
 import hashlib
 import importlib.util
 import itertools
@@ -55,12 +54,14 @@ import re
 import signal
 import sys
 import time
+import traceback
+import typing
 import weakref
 import zlib
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
@@ -76,178 +77,134 @@ SCRIPT = "ppo_rlhf"
 # ---- 1. Arguments ------------------------------------------------------------------------------------------
 
 
-class UsageError(ValueError):
+class UsageError(Exception):
     """A fault of the command line, a file, an environment or a model, told in one sentence."""
+
+
+class told(contextlib.AbstractContextManager):
+    """A context in which whatever is raised becomes one sentence: the fault, what was raised, and where."""
+
+    def __init__(self, fault: str):
+        self.fault = fault
+
+    def __exit__(self, kind, error, trace):
+        if isinstance(error, Exception) and not isinstance(error, (UsageError, FloatingPointError)):
+            frames, libraries = traceback.extract_tb(trace), (sys.prefix, sys.base_prefix, __file__)
+            place = ([f for f in frames if not f.filename.startswith(libraries)] or frames)[-1]
+            words = f"{kind.__name__}: {' '.join(str(error).split())[:400]}"
+            raise UsageError(f"{self.fault}: {words} ({Path(place.filename).name}:{place.lineno})") from error
+
+
+Natural = Annotated[int, "must be at least 1", lambda x: x >= 1]
+NotNegative = Annotated[int, "must not be negative", lambda x: x >= 0]
+NotOne = Annotated[int, "must be 0 or at least 2", lambda x: x == 0 or x >= 2]
+Seed = Annotated[int, "must lie in [0, 2**63)", lambda x: 0 <= x < 2**63]
+Weight = Annotated[float, "must not be negative", lambda x: 0 <= x < math.inf]
+Positive = Annotated[float, "must be positive and finite", lambda x: 0 < x < math.inf]
+Fraction = Annotated[float, "must lie in [0, 1]", lambda x: 0 <= x <= 1]
+
+
+def check_flags(args) -> None:
+    """The rule in each flag's type, and the rules that all scripts share."""
+    for field in dataclasses.fields(args):
+        value, flag = getattr(args, field.name), f"--{field.name.replace('_', '-')}"
+        for kind in (field.type, *typing.get_args(field.type)):
+            rule, holds = getattr(kind, "__metadata__", ("", lambda x: True))
+            if value is not None and not holds(value):
+                raise UsageError(f"{flag} {value} {rule}")
+        if field.name in ("run_name", "start_from") and None not in (value, args.resume):
+            raise UsageError(f"{flag} {value} contradicts --resume {args.resume}")
+    if args.run_name is not None and Path(args.run_name).name != args.run_name:
+        raise UsageError(f"--run-name {args.run_name} must be the name of a folder under runs/")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device cuda: there is no CUDA device")
+    if args.track and importlib.util.find_spec("wandb") is None:
+        raise UsageError("--track needs: pip install wandb")
 
 
 @dataclass
 class Args:
     """Proximal policy optimisation of a language model against a reward model or function, in one file."""
 
-    policy: str | None = None
-    """causal language model to start from, a folder or a hub name; default: a small world made here"""
-    prompts: str | None = None
-    """FILE.jsonl with "prompt" (text, or chat messages) and any other fields"""
-    eval_prompts: str | None = None
-    """held-out FILE.jsonl; default: the last --num-eval rows of --prompts, which are never trained on"""
-    num_eval: int = 256
-    """held-out prompts used"""
-    reward: str | None = None
-    """FILE.py:FUNCTION (prompts, completions, rows) -> list of float or None; joined by +, they are added"""
-    reward_model: str | None = None
-    """sequence classifier with one output, read with its own tokenizer at the last real token"""
-    train_reward_model: str | None = None
-    """PAIRS.jsonl with "prompt", "chosen", "rejected": train --reward-model (or --policy) on it first"""
-    num_pairs: int = 2000
-    """preference pairs of the small world"""
-    reward_epochs: int = 1
-    """passes over the preference pairs"""
-    reward_learning_rate: float = 1e-5
-    """AdamW's step size for the reward model"""
-    chat_template: bool = True
-    """put a text prompt into the tokenizer's chat template, if it has one"""
-    stop: str | None = None
-    r"""one more token that ends a response, such as "\n"; the stop ids of tokenizer and model always do"""
-    total_steps: int = 200
-    """training steps: batches of sampled responses"""
-    num_prompts: int = 128
-    """prompts, with one response each, a step, over all processes"""
-    max_new_tokens: int = 53
-    """longest response, in tokens"""
-    temperature: float = 0.7
-    """of sampling and of every log-probability"""
-    missing_eos_penalty: float = 1.0
-    """taken from the score of a response that does not end by itself"""
-    normalize_scores: int = 256
-    """responses of the starting policy whose scores get mean 0 and deviation 1; 0: scores as they are"""
-    kl_coef: float = 0.05
-    """weight of the KL penalty against the starting policy, per token in the reward; 0: no reference"""
-    kl_target: float | None = None
-    """adapt --kl-coef to this KL divergence, in nats a response"""
-    kl_horizon: int = 10_000
-    """responses over which the coefficient adapts"""
-    gamma: float = 1.0
-    """discount factor"""
-    gae_lambda: float = 0.95
-    """lambda of generalised advantage estimation"""
-    clip_coef: float = 0.2
-    """epsilon of the clipped surrogate"""
-    importance_cap: float = 2.0
-    """largest weight that corrects the sampler's error (trainer over sampler probability of a token)"""
-    value_clip: float | None = 0.2
-    """clip the value loss around the batch's values; None: off"""
-    vf_coef: float = 0.1
-    """weight of the value loss"""
-    update_epochs: int = 4
-    """passes over a batch"""
-    num_minibatches: int = 8
-    """optimiser steps a pass"""
-    learning_rate: float = 1.5e-6
-    """AdamW's step size for the policy"""
-    value_learning_rate: float = 1e-5
-    """and for the value model"""
-    warmup_steps: int = 5
-    """training steps over which the learning rates grow to their values"""
-    anneal_lr: bool = True
-    """decay the learning rates linearly to zero"""
-    max_grad_norm: float = 1.0
-    """largest norm of a gradient, of policy and value model apart"""
-    target_kl: float | None = None
-    """end an update before the step at which the approximate KL of a token exceeds this"""
-    lora_rank: int = 0
-    """train low-rank adapters on all linear layers of the policy (needs peft); 0: all weights"""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """bfloat16: autocast over float32 weights, sampling from a bfloat16 copy"""
-    rollout: Literal["torch", "vllm"] = "torch"
-    """what samples responses: the loop in this file, or vLLM (pip install vllm) with weights of --dtype"""
-    vllm_memory: float = 0.3
-    """share of the device's memory that vLLM takes, its weights included"""
-    gradient_checkpointing: bool = False
-    """recompute activations in the backward pass: less memory, more time"""
-    batch_tokens: int = 8192
-    """most tokens of a micro-batch, padding included"""
-    eval_every: int = 20
-    """training steps between two evaluations; 0: only before and after"""
-    save_every: int = 25
-    """training steps between two checkpoints"""
-    self_checks: bool = True
-    """check the first batch: sampled against scored log-probabilities, reference, stop token"""
-    seed: int = 1
-    """seed of all random streams"""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """where the models live; auto takes cuda if there is one"""
-    run_name: str | None = None
-    """folder under runs/; default: task, script, seed and time"""
-    resume: Path | None = None
-    """continue the run in this folder, with its flags"""
-    track: bool = False
-    """log to Weights & Biases as well (WANDB_MODE=offline needs no network)"""
-    wandb_project_name: str = "ppo-verified"
-    """W&B project (the team comes from WANDB_ENTITY)"""
+    policy: str | None = None  # causal language model, folder or hub name; default: a small world made here
+    prompts: str | None = None  # FILE.jsonl with "prompt" (text, or chat messages) and any other fields
+    eval_prompts: str | None = None  # held-out FILE.jsonl; default: the last --num-eval rows of --prompts
+    num_eval: Natural = 256  # held-out prompts used; none of them is trained on
+    reward: str | None = None  # FILE.py:FUNCTION (prompts, completions, rows) -> list of float; + adds more
+    reward_model: str | None = None  # sequence classifier with one output, read with its own tokenizer
+    train_reward_model: str | None = None  # PAIRS.jsonl with "prompt", "chosen", "rejected" to train one on
+    num_pairs: Natural = 2000  # preference pairs of the small world
+    reward_epochs: Natural = 1  # passes over the preference pairs
+    reward_learning_rate: Positive = 1e-5  # AdamW's step size for the reward model
+    chat_template: bool = True  # put a text prompt into the tokenizer's chat template, if it has one
+    stop: str | None = None  # one more token that ends a response, such as "\n"; stop ids always do
+    total_steps: Natural = 200  # training steps: batches of sampled responses
+    num_prompts: Natural = 128  # prompts, with one response each, a step, over all processes
+    max_new_tokens: Natural = 53  # longest response, in tokens
+    temperature: Positive = 0.7  # of sampling and of every log-probability
+    missing_eos_penalty: Weight = 1.0  # taken from the score of a response that does not end by itself
+    normalize_scores: NotOne = 256  # first responses, whose scores get mean 0 and deviation 1; 0: as they are
+    kl_coef: Weight = 0.05  # weight of each token's KL penalty against --policy; 0: no reference
+    kl_target: Positive | None = None  # adapt --kl-coef to this KL divergence, in nats a response
+    kl_horizon: Natural = 10_000  # responses over which the coefficient adapts
+    gamma: Fraction = 1.0  # discount factor
+    gae_lambda: Fraction = 0.95  # lambda of generalised advantage estimation
+    clip_coef: Positive = 0.2  # epsilon of the clipped surrogate
+    importance_cap: Positive = 2.0  # largest weight that corrects the sampler's error (see update_models)
+    value_clip: Positive | None = 0.2  # clip the value loss around the batch's values; None: off
+    vf_coef: Weight = 0.1  # weight of the value loss
+    update_epochs: Natural = 4  # passes over a batch
+    num_minibatches: Natural = 8  # optimiser steps a pass
+    learning_rate: Positive = 1.5e-6  # AdamW's step size for the policy
+    value_learning_rate: Positive = 1e-5  # and for the value model
+    warmup_steps: NotNegative = 5  # training steps over which the learning rates grow to their values
+    anneal_lr: bool = True  # decay the learning rates linearly to zero
+    max_grad_norm: Positive = 1.0  # largest norm of a gradient, of policy and value model apart
+    target_kl: Positive | None = None  # end an update before the step where a token's mean KL exceeds it
+    lora_rank: NotNegative = 0  # train low-rank adapters of the policy (needs peft); 0: all weights
+    dtype: Literal["float32", "bfloat16"] = "float32"  # bfloat16: autocast, sampling from a bfloat16 copy
+    gradient_checkpointing: bool = False  # recompute activations in the backward pass: less memory, more time
+    batch_tokens: Natural = 8192  # most tokens of a micro-batch, padding included
+    eval_every: NotNegative = 20  # training steps between two evaluations; 0: only before and after
+    save_every: Natural = 25  # training steps between two checkpoints
+    self_checks: bool = True  # check the first batch: log-probabilities, reference, stop token
+    seed: Seed = 1  # seed of all random streams
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # where the models live; auto takes cuda if there is one
+    run_name: str | None = None  # folder under runs/; default: task, script, seed and time
+    resume: Path | None = None  # go on with the run in this folder, which only --total-steps may change
+    start_from: Path | None = None  # begin a new run with the weights and statistics of this checkpoint
+    track: bool = False  # log to Weights & Biases as well (WANDB_MODE=offline needs no network)
+    wandb_project_name: str = "ppo-verified"  # W&B project (the team comes from WANDB_ENTITY)
 
     def __post_init__(self):
-        natural = (
-            "num_eval num_pairs total_steps num_prompts max_new_tokens kl_horizon update_epochs save_every"
-        )
-        natural += " num_minibatches batch_tokens reward_epochs"
-        for name, value in vars(self).items():
-            if not isinstance(value, (int, float)) or isinstance(value, bool):
-                continue
-            rule, holds = "must not be negative", 0 <= value < math.inf
-            if name in natural.split():
-                rule, holds = "must be at least 1", value >= 1
-            elif name == "seed":
-                rule, holds = "must lie in [0, 2**63)", 0 <= value < 2**63
-            elif name in ("gamma", "gae_lambda", "vllm_memory"):
-                rule, holds = "must lie in [0, 1]", 0 <= value <= 1
-            elif name == "normalize_scores":
-                rule, holds = "must be 0 or at least 2", value == 0 or value >= 2
-            elif name.endswith("_rate") or name in (
-                "temperature", "clip_coef", "value_clip", "max_grad_norm", "target_kl", "kl_target",
-                "importance_cap",
-            ):  # fmt: skip
-                rule, holds = "must be positive and finite", 0 < value < math.inf
-            if not holds:
-                raise UsageError(f"--{name.replace('_', '-')} {value} {rule}")
+        check_flags(self)
         if self.num_prompts % self.num_minibatches:
             parts = f"--num-minibatches {self.num_minibatches}"
             raise UsageError(f"--num-prompts {self.num_prompts} do not divide into {parts}")
         if (self.policy is None) != (self.prompts is None):
             raise UsageError(f"--policy {self.policy} and --prompts {self.prompts} need each other")
         sources = (self.reward, self.reward_model or self.train_reward_model)
-        if self.policy is not None and sum(source is not None for source in sources) != 1:
-            raise UsageError(
-                "--policy needs one source of scores: --reward, --reward-model or --train-reward-model"
-            )
-        if self.policy is None and any(source is not None for source in sources):
-            raise UsageError(
-                "the small world has a reward of its own: --reward and --reward-model need --policy"
-            )
+        given = sum(source is not None for source in sources)
+        if self.policy is not None and given != 1:
+            flags = "--reward, --reward-model or --train-reward-model"
+            raise UsageError(f"--policy needs one source of scores: {flags}")
+        if self.policy is None and given:
+            words = "--reward and --reward-model need --policy"
+            raise UsageError(f"the small world has a reward of its own: {words}")
         if self.kl_target is not None and self.kl_coef == 0:
             raise UsageError(f"--kl-target {self.kl_target} needs a --kl-coef to start from")
         if self.kl_target is not None and 0.2 * self.num_prompts >= self.kl_horizon:
-            raise UsageError(
-                f"--kl-horizon {self.kl_horizon} is too short for --num-prompts {self.num_prompts}"
-            )
-        if self.run_name is not None and Path(self.run_name).name != self.run_name:
-            raise UsageError(f"--run-name {self.run_name} must be the name of a folder under runs/")
-        if self.rollout == "vllm" and self.policy is None:
-            raise UsageError("--rollout vllm needs --policy")
-        if self.rollout == "vllm" and self.lora_rank:
-            raise UsageError(f"--rollout vllm takes whole weights, not those of --lora-rank {self.lora_rank}")
-        if self.rollout == "vllm" and importlib.util.find_spec("vllm") is None:
-            raise UsageError("--rollout vllm needs: pip install vllm")
-        if self.track and importlib.util.find_spec("wandb") is None:
-            raise UsageError("--track needs: pip install wandb")
-        if self.run_name is not None and self.resume is not None:
-            raise UsageError(f"--run-name {self.run_name} contradicts --resume {self.resume}")
+            few = f"--kl-horizon {self.kl_horizon} is too short"
+            raise UsageError(f"{few} for --num-prompts {self.num_prompts}")
+        if self.lora_rank and importlib.util.find_spec("peft") is None:
+            raise UsageError(f"--lora-rank {self.lora_rank} needs: pip install peft")
 
     group_size = 1  # one response a prompt,
     row_tokens = 0  # in a row of its own: what `pack` needs to know
 
     @property
     def task_name(self) -> str:
-        return "world" if self.prompts is None else re.sub(r"\W+", "-", Path(self.prompts).stem)
+        return "world" if self.prompts is None else Path(self.prompts).stem
 
 
 # What the small world needs; the command line goes over it.
@@ -261,11 +218,9 @@ BUILT_IN = dict(
 def command_line(argv: list[str] | None = None) -> Args:
     """The command line, over the small world's settings if there is no --policy."""
     peek = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    for flag in ("--policy", "--resume"):
-        peek.add_argument(flag, nargs="?")
+    peek.add_argument("--policy", nargs="?")
     given, _ = peek.parse_known_args(argv)
-    defaults = BUILT_IN if given.policy is None and given.resume is None else {}
-    return tyro.cli(Args, args=argv, default=Args(**defaults))
+    return parse_args(argv, BUILT_IN if given.policy is None else None)
 
 
 def streams(seed: int) -> list[np.random.SeedSequence]:
@@ -335,6 +290,14 @@ def compute_gae(rewards, values, next_values, terminated, done, gamma, lam):
         out[t] = advantage = delta[t] + decay[t] * advantage
     advantages = advantages.to(values.device)
     return advantages, advantages + values
+
+
+def token_advantages(rewards, values, mask, gamma, lam):
+    """GAE over the tokens of each response, which ends there, also when cut off. (B, L) -> (B, L), (B, L)."""
+    after = F.pad(values[:, 1:], (0, 1)) * F.pad(mask[:, 1:], (0, 1))  # 0 after the last token
+    last = ~F.pad(mask[:, 1:], (0, 1))
+    advantages, returns = compute_gae(rewards.T, values.T, after.T, last.T, last.T, gamma, lam)
+    return advantages.T.masked_fill(~mask, 0.0), returns.T.masked_fill(~mask, 0.0)
 
 
 def whiten(x, mask=None, shift_mean=True):
@@ -432,7 +395,8 @@ def pack(prompt_lengths, lengths, samples, group_size, row_tokens, batch_tokens)
 
 def load_model(name: str):
     """Tokenizer and causal language model, float32 weights, without dropout: all passes see one policy."""
-    try:
+    where = "" if Path(name).is_dir() else ", which is no folder here,"
+    with told(f"{name}{where} cannot be loaded"):
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)
         config = transformers.AutoConfig.from_pretrained(name)
         for key, value in config.to_dict().items():
@@ -441,19 +405,13 @@ def load_model(name: str):
         model = transformers.AutoModelForCausalLM.from_pretrained(
             name, config=config, dtype=torch.float32, attn_implementation="sdpa"
         )
-    except Exception as error:  # each file format has exceptions of its own
-        where = "" if Path(name).is_dir() else ", which is no folder here,"
-        reason = (str(error).strip() or repr(error)).splitlines()[0]
-        raise UsageError(f"{name}{where} cannot be loaded: {reason}") from error
     return tokenizer, model
 
 
 def tokens_of(tokenizer, text: str, **settings) -> list[int]:
     """Token ids of a text; some tokenizers have none for some texts."""
-    try:
+    with told(f"the tokenizer cannot take the text {text!r}"):
         return tokenizer(text, **settings).input_ids
-    except Exception as error:
-        raise UsageError(f"the tokenizer cannot take the text {text!r}: {error}") from error
 
 
 def stop_ids(tokenizer, model, stop: str | None) -> list[int]:
@@ -474,32 +432,50 @@ def stop_ids(tokenizer, model, stop: str | None) -> list[int]:
 
 def add_lora(model, rank: int):
     """The model with trainable low-rank adapters (Hu et al. 2021, arXiv 2106.09685); it starts unchanged."""
-    try:
-        import peft
-    except ImportError as error:
-        raise UsageError(f"--lora-rank {rank} needs: pip install peft") from error
+    import peft
+
     config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
     return peft.get_peft_model(model, config)
 
 
-@contextlib.contextmanager
-def adapter_off(model):
+class WithoutAdapters:
     """The starting policy of a model with adapters: the same weights without them."""
-    with model.disable_adapter():
-        yield model
+
+    def __init__(self, model):
+        self.model = model
+
+    def __call__(self, **inputs):
+        with self.model.disable_adapter():
+            return self.model(**inputs)
 
 
-def bfloat16_copy(model, sampler=None):
-    """A copy of the model with bfloat16 parameters (its buffers stay), or `sampler` brought up to date."""
-    sampler = copy.deepcopy(model).requires_grad_(False) if sampler is None else sampler
-    for copied, parameter in zip(sampler.parameters(), model.parameters()):
-        copied.data = parameter.detach().bfloat16()
-    return sampler
+def reference_of(model, args):
+    """What `model` is now, frozen: the policy that KL terms measure from (None without such a term)."""
+    if not args.kl_coef:
+        return None
+    return WithoutAdapters(model) if args.lora_rank else copy.deepcopy(model).requires_grad_(False)
 
 
-def load_classifier(name: str, new_head: bool = False):
+class Weights:
+    """The trained parameters as a part of a checkpoint; they must be the same in all processes."""
+
+    def __init__(self, parameters: dict):
+        self.parameters = parameters  # by name
+
+    def state_dict(self):
+        check_weights(self.parameters.values())
+        return {name: parameter.detach() for name, parameter in self.parameters.items()}
+
+    def load_state_dict(self, state):
+        if {n: p.shape for n, p in state.items()} != {n: p.shape for n, p in self.parameters.items()}:
+            raise ValueError("the model has other parameters")
+        for name, parameter in self.parameters.items():
+            parameter.data.copy_(state[name])
+
+
+def load_classifier(name, new_head: bool = False):
     """Tokenizer and sequence classifier with one output, float32 weights, without dropout."""
-    try:
+    with told(f"{name} cannot be loaded as a classifier with one output"):
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)
         config = transformers.AutoConfig.from_pretrained(name, num_labels=1)
         for key, value in config.to_dict().items():
@@ -510,9 +486,6 @@ def load_classifier(name: str, new_head: bool = False):
         )
         assert hasattr(model, "score"), "it has no score head that reads a causal model"
         assert new_head or not found["missing_keys"], "it has no weights for a score head"
-    except Exception as error:  # each file format has exceptions of its own
-        reason = (str(error).strip() or repr(error)).splitlines()[0]
-        raise UsageError(f"{name} cannot be loaded as a classifier with one output: {reason}") from error
     return tokenizer, model.eval()
 
 
@@ -531,29 +504,23 @@ def conversation(tokenizer, prompt, completion: str) -> list[int]:
         messages[-1] = messages[-1] | {"content": messages[-1]["content"] + completion}
     else:
         messages.append({"role": "assistant", "content": completion})
-    try:
+    with told(f"the reward model's chat template cannot take {messages!r}"):
         text = tokenizer.apply_chat_template(messages, tokenize=False)
-    except Exception as error:  # templates raise what they like
-        reason = str(error).splitlines()[0]
-        raise UsageError(f"the reward model's chat template cannot take {messages!r}: {reason}") from error
     return tokens_of(tokenizer, text, add_special_tokens=False)
 
 
 def read_texts(model, tokenizer, prompts, completions, batch_tokens):
     """The reward model's score of each text, read at its last real token [D7]. -> (B,)."""
-    ids = []
-    for prompt, completion in zip(prompts, completions):
-        ids.append(conversation(tokenizer, prompt, completion))
+    ids = [conversation(tokenizer, *texts) for texts in zip(prompts, completions)]
     order, scores = sorted(range(len(ids)), key=lambda i: -len(ids[i])), [None] * len(ids)
     size = max(1, batch_tokens // len(ids[order[0]]))
     for part in (order[first : first + size] for first in range(0, len(order), size)):
         width = len(ids[part[0]])
         rows = torch.tensor([ids[i] + [0] * (width - len(ids[i])) for i in part], device=model.device)
         ends = torch.tensor([len(ids[i]) - 1 for i in part], device=model.device)
-        found = scalars(
-            model, {"input_ids": rows, "use_cache": False}
-        )  # causal: padding on the right is unseen
-        for i, value in zip(part, found.gather(1, ends[:, None])[:, 0]):
+        inputs = {"input_ids": rows, "use_cache": False}  # causal: padding on the right is unseen
+        found = scalars(model, inputs).gather(1, ends[:, None])[:, 0]
+        for i, value in zip(part, found):
             scores[i] = value
     return torch.stack(scores)
 
@@ -568,6 +535,36 @@ def classifier_of(policy, classifier=None):
     model.base_model.load_state_dict(policy.base_model.state_dict())
     nn.init.zeros_(model.score.weight)
     return model.to(policy.device).eval()
+
+
+@dataclass
+class Learner:
+    """The two models that learn, and what their rewards are measured by."""
+
+    policy: nn.Module
+    critic: nn.Module  # the value model [D3]
+    reference: object  # the frozen starting policy, called like a model; None without a KL penalty
+    controller: KLController  # has the coefficient of the penalty
+    norm: dict  # "mean" and "std" of the starting policy's scores
+
+
+def build(policy, classifier, args: Args):
+    """The learner of a policy, its optimiser, and the weights that are trained, by name."""
+    critic = classifier_of(policy, classifier)
+    policy = add_lora(policy, args.lora_rank) if args.lora_rank else policy
+    for parameter in (*policy.parameters(), *critic.parameters()) if dist.is_initialized() else ():
+        dist.broadcast(parameter.data, 0)
+    controller = KLController(args.kl_coef, args.kl_target, args.kl_horizon)
+    norm = {"mean": 0.0, "std": 1.0}
+    learner = Learner(policy.eval(), critic, reference_of(policy, args), controller, norm)
+    for model in (policy, critic) if args.gradient_checkpointing else ():
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    trained = {f"policy.{name}": p for name, p in policy.named_parameters() if p.requires_grad}
+    trained |= {f"critic.{name}": p for name, p in critic.named_parameters()}
+    groups = [[p for name, p in trained.items() if name.startswith(kind)] for kind in ("policy", "critic")]
+    groups = [{"params": group} for group in groups]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.99), eps=1e-5, weight_decay=0.0, fused=True)
+    return learner, optimizer, trained
 
 
 # ---- 4. Tasks, preferences, reward model -------------------------------------------------------------------
@@ -616,17 +613,8 @@ def sentence(rng) -> str:
         return rng.choice(WORDS[kind + mood].split())
 
     def clause(first):
-        maybe = lambda kind, p: [kind] if rng.random() < p else []
-        kinds = [
-            "D",
-            *maybe("A", 1.0 if first else 0.5),
-            "N",
-            "V",
-            "D",
-            *maybe("A", 0.5),
-            "N",
-            *maybe("R", 0.3),
-        ]
+        maybe = lambda kind, p: kind if rng.random() < p else ""
+        kinds = "D" + maybe("A", 1.0 if first else 0.5) + "NVD" + maybe("A", 0.5) + "N" + maybe("R", 0.3)
         return [word(kind) for kind in kinds]
 
     words = clause(True) + ([word("C"), *clause(False)] if rng.random() < 0.5 else [])
@@ -650,6 +638,22 @@ def hidden_preference(prompts, completions, rows):
 def is_held_out(text: str) -> bool:
     """A tenth of all first words that a sentence can have."""
     return zlib.crc32(" ".join(text.split()[:PROMPT_WORDS]).encode()) % 10 == 0
+
+
+def load_prompts(source: str, fields=("prompt",)) -> list[dict]:
+    """Rows of a .jsonl file that have the fields, none of them empty."""
+    with told(f"cannot read {source}"):
+        lines = Path(source).read_text(encoding="utf-8").split("\n")
+    rows = []
+    for number, line in enumerate(lines if lines[-1] else lines[:-1], 1):
+        with told(f"{source}, line {number}: not an object with {', '.join(fields)}"):
+            rows.append(json.loads(line))
+            given = [(name, rows[-1][name]) for name in fields]
+        for name, value in given:
+            if not value or not isinstance(value, (str, list)):
+                words = f"{name} must be a text or chat messages, not empty"
+                raise UsageError(f"{source}, line {number}: {words}")
+    return rows
 
 
 def prompts_of(args: Args, rng) -> tuple[list[dict], list[dict]]:
@@ -677,6 +681,91 @@ def prompts_of(args: Args, rng) -> tuple[list[dict], list[dict]]:
     return rows, held_out
 
 
+def encode(tokenizer, prompt, chat_template: bool) -> list[int]:
+    """Token ids of a text or of chat messages; an assistant's last message is left open, to be continued."""
+    if isinstance(prompt, str) and not (chat_template and tokenizer.chat_template):
+        ids = tokens_of(tokenizer, prompt)
+        return ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] else ids  # some tokenizers close every text
+    if isinstance(prompt, str) and any(token in prompt for token in tokenizer.all_special_tokens):
+        raise UsageError(f"a prompt has special tokens already, use --no-chat-template: {prompt[:60]!r}")
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    with told(f"the chat template cannot take the prompt {messages!r}"):
+        left_open = messages[-1]["role"] == "assistant"
+        text = tokenizer.apply_chat_template(
+            messages, tokenize=False, continue_final_message=left_open, add_generation_prompt=not left_open
+        )
+    return tokens_of(tokenizer, text, add_special_tokens=False)
+
+
+def encode_rows(rows, tokenizer, model, args) -> list[dict]:
+    """Add the prompts' token ids; every prompt must fit the model, with room for the response."""
+    size = model.get_input_embeddings().num_embeddings
+    longest = getattr(model.config, "max_position_embeddings", None) or math.inf
+    for number, row in enumerate(rows, 1):
+        row["ids"] = encode(tokenizer, row["prompt"], args.chat_template)
+        if not row["ids"]:
+            raise UsageError(f"prompt {number} has no tokens: {row['prompt']!r}")
+        if max(row["ids"]) >= size:
+            raise UsageError(f"the tokenizer gives id {max(row['ids'])}, the model has {size} tokens")
+        if len(row["ids"]) + args.max_new_tokens > longest:
+            raise UsageError(
+                f"prompt {number} has {len(row['ids'])} tokens: with --max-new-tokens {args.max_new_tokens} "
+                f"that is beyond the model's {longest}"
+            )
+    return rows
+
+
+REWARDS = {}  # names for --reward beside FILE.py:FUNCTION
+
+
+def load_rewards(names: str) -> dict:
+    """The reward functions of --reward by name: (prompts, completions, rows) -> list of float or None."""
+    functions = {}
+    for name in names.split("+"):
+        path, _, attribute = name.rpartition(":")
+        if name not in REWARDS and not path:
+            raise UsageError(f"--reward {name} is neither FILE.py:FUNCTION nor one of {list(REWARDS)}")
+        with told(f"--reward {name} cannot be loaded"):
+            if path:
+                spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+                module = importlib.util.module_from_spec(spec)
+                spec.loader.exec_module(module)
+            functions[name] = getattr(module, attribute) if path else REWARDS[name]
+    return functions
+
+
+def score_texts(functions: dict, prompts, completions, rows) -> torch.Tensor:
+    """Sum of the rewards of each completion, NaN where one is None. (B,), float32."""
+    total = torch.zeros(len(completions))
+    for name, function in functions.items():
+        with told(f"--reward {name} failed"):
+            rewards = list(function(prompts, completions, rows))
+            rewards = torch.tensor([math.nan if r is None else float(r) for r in rewards])
+        if len(rewards) != len(completions):
+            raise UsageError(f"--reward {name} returned {len(rewards)} for {len(completions)} completions")
+        if rewards.isinf().any():
+            raise UsageError(f"--reward {name} returned an infinite reward")
+        total += rewards
+    return total
+
+
+@dataclass
+class Task:
+    """What is asked, and how responses end and are rewarded."""
+
+    tokenizer: transformers.PreTrainedTokenizerBase
+    stops: list[int]  # ids that end a response
+    rows: list[dict]  # to train on; each has its "prompt", the prompt's "ids", and what the rewards read
+    held_out: list[dict]  # for the evaluation
+    rewards: dict  # by name: (prompts, completions, rows) -> list of float or None
+
+
+def read_task(tokenizer, model, rows, held_out, args):
+    """The task with the prompts' token ids; its rewards come later."""
+    rows, held_out = (encode_rows(part, tokenizer, model, args) for part in (rows, held_out))
+    return Task(tokenizer, stop_ids(tokenizer, model, args.stop), rows, held_out, {})
+
+
 def supervised_finetune(model, tokenizer, rng, steps=200, batch_size=64):
     """Stage 1 in the small world: next words of sentences of the grammar, none with a held-out prompt."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
@@ -693,15 +782,14 @@ def supervised_finetune(model, tokenizer, rng, steps=200, batch_size=64):
         optimizer.step()
 
 
-def sample_pairs(model, tokenizer, rows, count, eos_ids, generator, rng, args):
-    """Two responses of the starting policy to each of `count` prompts. The hidden preference says which is
-    chosen, with noise: P(the first is) = sigmoid(difference). The data of the small world's reward model."""
-    rows = [rows[i] for i in rng.integers(len(rows), size=count)]
-    functions, pairs = {"preference": hidden_preference}, []
-    for part in (rows[first : first + 256] for first in range(0, count, 256)):
-        batch, texts = respond(
-            model, tokenizer, part, 2, args.temperature, eos_ids, functions, generator, args
-        )
+def sample_pairs(sampler, rng, args):
+    """Two responses of the starting policy to each of --num-pairs prompts. The hidden preference says which
+    is chosen, with noise: P(the first is) = sigmoid(difference). What the reward model of the small world
+    learns from."""
+    rows, pairs = sampler.task.rows, []
+    rows = [rows[i] for i in rng.integers(len(rows), size=args.num_pairs)]
+    for part in (rows[first : first + 256] for first in range(0, len(rows), 256)):
+        batch, texts = sampler.respond(part, 2, args.temperature)
         scores = batch["rewards"].view(-1, 2).tolist()
         for row, one, two, (a, b) in zip(part, texts[::2], texts[1::2], scores):
             if one != two:
@@ -709,28 +797,6 @@ def sample_pairs(model, tokenizer, rows, count, eos_ids, generator, rng, args):
                     one, two, a, b = two, one, b, a
                 pairs.append({"prompt": row["prompt"], "chosen": one, "rejected": two, "truth": a - b})
     return pairs
-
-
-def load_prompts(source: str, fields=("prompt",)) -> list[dict]:
-    """Rows of a .jsonl file that have the fields, none of them empty."""
-    try:
-        lines = Path(source).read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot read {source}: {error}") from error
-    rows = []
-    for number, line in enumerate(lines if lines[-1] else lines[:-1], 1):
-        try:
-            rows.append(json.loads(line))
-            empty = [
-                name for name in fields if not rows[-1][name] or not isinstance(rows[-1][name], (str, list))
-            ]
-        except (json.JSONDecodeError, TypeError, KeyError) as error:
-            raise UsageError(f"{source}, line {number}: not an object with {', '.join(fields)}") from error
-        if empty:
-            raise UsageError(
-                f"{source}, line {number}: {empty[0]} must be a text or chat messages, not empty"
-            )
-    return rows
 
 
 def load_pairs(source: str, tokenizer) -> list[dict]:
@@ -759,9 +825,7 @@ def fit_reward_model(model, tokenizer, pairs, args) -> dict:
     key = lambda pair: (str(pair["prompt"]), *sorted((pair["chosen"], pair["rejected"])))
     known = {key(pair) for pair in held_out}
     pairs = [pair for pair in pairs if key(pair) not in known]
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=args.reward_learning_rate, weight_decay=0.0, eps=1e-5
-    )
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0, eps=1e-5)
     size = min(64, len(pairs))
     steps = max(1, args.reward_epochs * len(pairs) // size)
 
@@ -786,200 +850,155 @@ def fit_reward_model(model, tokenizer, pairs, args) -> dict:
     return metrics
 
 
-def encode(tokenizer, prompt, chat_template: bool) -> list[int]:
-    """Token ids of a text or of chat messages; an assistant's last message is left open, to be continued."""
-    if isinstance(prompt, str) and not (chat_template and tokenizer.chat_template):
-        ids = tokens_of(tokenizer, prompt)
-        return ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] else ids  # some tokenizers close every text
-    if isinstance(prompt, str) and any(token in prompt for token in tokenizer.all_special_tokens):
-        raise UsageError(f"a prompt has special tokens already, use --no-chat-template: {prompt[:60]!r}")
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    try:
-        left_open = messages[-1]["role"] == "assistant"
-        text = tokenizer.apply_chat_template(
-            messages, tokenize=False, continue_final_message=left_open, add_generation_prompt=not left_open
-        )
-    except Exception as error:  # templates raise what they like
-        raise UsageError(f"the chat template cannot take the prompt {messages!r}: {error}") from error
-    return tokens_of(tokenizer, text, add_special_tokens=False)
+def small_world(args: Args, folder: Path, rows, generator, rng) -> dict:
+    """Stages 1 and 2 of the small world, kept in the run's folder. Returns the reward model's accuracies."""
+    tokenizer = word_tokenizer()
+    policy = tiny_model(tokenizer).to(generator.device)
+    supervised_finetune(policy, tokenizer, rng)
+    task = read_task(tokenizer, policy.eval(), rows, [], args)
+    task.rewards = {"preference": hidden_preference}
+    sampler = Sampler(policy, task, dataclasses.replace(args, dtype="float32"), generator)
+    pairs, classifier = sample_pairs(sampler, rng, args), classifier_of(policy)
+    metrics = fit_reward_model(classifier, tokenizer, pairs, args)
+    for name, model in (("start", policy), ("reward_model", classifier)):
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    return metrics
 
 
-REWARDS = {}  # names for --reward beside FILE.py:FUNCTION
+def scoring(args: Args, folder: Path, policy, policy_tokenizer, device):
+    """The reward functions; and the reward model, if it reads the policy's tokens, for the value model."""
+    if args.reward is not None:
+        return load_rewards(args.reward), None
+    trained = args.policy is None or args.train_reward_model is not None
+    tokenizer, classifier = load_classifier(folder / "reward_model" if trained else args.reward_model)
+    classifier = classifier.to(device).requires_grad_(False)
+
+    def read(prompts, completions, rows):
+        with torch.no_grad():
+            return read_texts(classifier, tokenizer, prompts, completions, args.batch_tokens).tolist()
+
+    same = type(classifier.base_model) is type(policy.base_model)
+    same = same and tokenizer.get_vocab() == policy_tokenizer.get_vocab()
+    return {"reward_model": read}, classifier if same else None
 
 
-def load_rewards(names: str) -> dict:
-    """The reward functions of --reward by name: (prompts, completions, rows) -> list of float or None."""
-    functions = {}
-    for name in names.split("+"):
-        path, _, attribute = name.rpartition(":")
-        if name not in REWARDS and not path:
-            raise UsageError(f"--reward {name} is neither FILE.py:FUNCTION nor one of {list(REWARDS)}")
-        try:
-            if path:
-                spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-                module = importlib.util.module_from_spec(spec)
-                spec.loader.exec_module(module)
-            functions[name] = getattr(module, attribute) if path else REWARDS[name]
-        except Exception as error:
-            raise UsageError(f"--reward {name} cannot be loaded: {error}") from error
-    return functions
+def stages(args: Args, rows, held_out, rng, generator, rank):
+    """What comes before PPO; the first process trains. All that can be refused is, before there is a folder.
 
-
-def score_texts(functions: dict, prompts, completions, rows) -> torch.Tensor:
-    """Sum of the rewards of each completion, NaN where one is None. (B,), float32."""
-    total = torch.zeros(len(completions))
-    for name, function in functions.items():
-        try:
-            rewards = list(function(prompts, completions, rows))
-            rewards = torch.tensor([math.nan if r is None else float(r) for r in rewards])
-        except Exception as error:
-            raise UsageError(f"--reward {name} raised {type(error).__name__}: {error}") from error
-        if len(rewards) != len(completions):
-            raise UsageError(f"--reward {name} returned {len(rewards)} for {len(completions)} completions")
-        if rewards.isinf().any():
-            raise UsageError(f"--reward {name} returned an infinite reward")
-        total += rewards
-    return total
-
-
-def encode_rows(rows, tokenizer, model, args) -> list[dict]:
-    """Add the prompts' token ids; every prompt must fit the model, with room for the response."""
-    size = model.get_input_embeddings().num_embeddings
-    longest = getattr(model.config, "max_position_embeddings", None) or math.inf
-    for number, row in enumerate(rows, 1):
-        row["ids"] = encode(tokenizer, row["prompt"], args.chat_template)
-        if not row["ids"]:
-            raise UsageError(f"prompt {number} has no tokens: {row['prompt']!r}")
-        if max(row["ids"]) >= size:
-            raise UsageError(f"the tokenizer gives id {max(row['ids'])}, the model has {size} tokens")
-        if len(row["ids"]) + args.max_new_tokens > longest:
-            raise UsageError(
-                f"prompt {number} has {len(row['ids'])} tokens: with --max-new-tokens {args.max_new_tokens} "
-                f"that is beyond the model's {longest}"
-            )
-    return rows
+    Returns the run, task, policy, the reward model if it reads the policy's tokens, and its accuracies.
+    """
+    device, new = generator.device, rank == 0 and args.resume is None
+    trains = args.policy is None or args.train_reward_model is not None  # a reward model in this run
+    if args.policy is not None:
+        tokenizer, policy = load_model(args.policy)
+        task = read_task(tokenizer, policy, rows, held_out, args)
+    if not trains:
+        task.rewards, classifier = scoring(args, None, policy, tokenizer, device)
+    elif args.policy is not None and args.resume is None:
+        name = args.reward_model or args.policy
+        pairs_tokenizer, classifier = load_classifier(name, new_head=args.reward_model is None)
+        pairs = load_pairs(args.train_reward_model, pairs_tokenizer)
+    run, accuracies = Run(args, args.task_name, args.total_steps), {}
+    if dist.is_initialized():  # training a reward model takes longer than a collective may
+        waiting = dist.new_group(backend="gloo", timeout=timedelta(days=30))
+    if new and args.policy is None:
+        accuracies = small_world(args, run.folder, rows, generator, rng)
+    elif new and trains:
+        accuracies = fit_reward_model(classifier.to(device), pairs_tokenizer, pairs, args)
+        classifier.save_pretrained(run.folder / "reward_model")
+        pairs_tokenizer.save_pretrained(run.folder / "reward_model")
+    if dist.is_initialized():
+        dist.barrier(waiting)
+    if args.policy is None:
+        tokenizer, policy = load_model(str(run.folder / "start"))
+        task = read_task(tokenizer, policy, rows, held_out, args)
+    if trains:
+        task.rewards, classifier = scoring(args, run.folder, policy, tokenizer, device)
+    return run, task, policy.to(device), classifier, accuracies
 
 
 # ---- 5. Rollout --------------------------------------------------------------------------------------------
 
 
-class Engine:
-    """vLLM in this process, an engine a device, as the sampler (--rollout vllm).
+class Sampler:
+    """Samples responses from a model; with --dtype bfloat16 from a copy of it with such parameters."""
 
-    It starts with random weights and is given all of ours, so that the check of the first batch sees any that
-    did not arrive.
-    """
+    def __init__(self, model, task: Task, args: Args, generator: torch.Generator):
+        self.model, self.task, self.args, self.generator = model, task, args, generator
+        self.source = model if args.dtype == "float32" else copy.deepcopy(model).requires_grad_(False)
+        self.refresh()
 
-    def __init__(self, name, longest, args):
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = (
-            "0"  # in this process: weights are handed over as they are
-        )
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-        import vllm
+    def refresh(self) -> None:
+        """Take the model's present weights; buffers stay as they are."""
+        if self.source is not self.model:
+            for copied, parameter in zip(self.source.parameters(), self.model.parameters()):
+                copied.data = parameter.detach().bfloat16()
 
-        where = {"distributed_executor_backend": "external_launcher"} if dist.is_initialized() else {}
-        self.llm = vllm.LLM(
-            model=name, load_format="dummy", skip_tokenizer_init=True, dtype=args.dtype, seed=args.seed,
-            max_model_len=longest, gpu_memory_utilization=args.vllm_memory,
-            logprobs_mode="processed_logprobs",  # after the temperature: of what was drawn from
-            generation_config="vllm", **where,  # not the checkpoint's, with its top-k and penalties
-        )  # fmt: skip
-        self.settings = functools.partial(vllm.SamplingParams, logprobs=0, detokenize=False)
+    @torch.no_grad()
+    def generate(self, prompts, copies: int, temperature: float, generator=None):
+        """Sample `copies` responses to each prompt, lists of ids (temperature 0: the likeliest tokens).
 
-    def load(self, model):
-        """Take the model's weights as they are now, and forget what was computed with others."""
-        weights = ((name, parameter.detach()) for name, parameter in model.named_parameters())
-        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
-        if not self.llm.reset_prefix_cache():
-            raise RuntimeError("vLLM kept what it computed with older weights")
+        Returns tokens (B, max_new_tokens), arbitrary after the stop token, their log-probabilities and the
+        entropies of the distributions that they were drawn from; B = prompts x copies,
+        the copies of a prompt side by side.
+        """
+        generator, stops, most = generator or self.generator, self.task.stops, self.args.max_new_tokens
+        device, size, width = generator.device, len(prompts) * copies, max(map(len, prompts))
+        ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=device)  # left-padded
+        lengths = torch.tensor([len(p) for p in prompts], device=device)
+        mask = torch.arange(width, device=device) >= width - lengths[:, None]
+        position = (mask.cumsum(1) - 1).clamp(min=0)
+        inputs = dict(attention_mask=mask.long(), position_ids=position, use_cache=True)
+        last = torch.tensor([width - 1], device=device)  # an index: a slice would copy the head each time
+        out = self.source(ids, **inputs, logits_to_keep=last)
+        out.cache.batch_repeat_interleave(copies)  # each prompt is computed once
+        kept = out.logits, mask, position[:, -1:]
+        logits, mask, position = (x.repeat_interleave(copies, 0) for x in kept)
+        tokens = torch.full((size, most), stops[0], device=device)
+        logps, entropies = torch.zeros(2, size, most, device=device)
+        stop, alive = torch.tensor(stops, device=device), torch.arange(size, device=device)
+        ended = torch.zeros(size, dtype=torch.bool, device=device)
+        for t in range(most):
+            every = (logits[:, -1].float() / (temperature or 1.0)).log_softmax(-1)  # (alive, V)
+            if every[:, 0].isnan().any():
+                raise FloatingPointError("the model's logits are not numbers")
+            p = every.exp()
+            if temperature == 0:
+                token = every.argmax(-1, keepdim=True)
+            else:  # the inverse of the distribution function: 5x faster than torch.multinomial
+                cdf = p.cumsum(-1, dtype=torch.float64)
+                u = torch.rand(len(p), 1, generator=generator, dtype=torch.float64, device=device)
+                token = torch.searchsorted(cdf, u * cdf[:, -1:], right=True)
+            tokens[alive, t] = token[:, 0]
+            logps[alive, t] = every.gather(1, token)[:, 0]
+            entropies[alive, t] = torch.special.entr(p).sum(-1)
+            ended = ended | torch.isin(token[:, 0], stop)
+            if ended.all() or t + 1 == most:
+                break
+            if ended.float().mean() > 0.25:  # let those go that have ended
+                keep = (~ended).nonzero()[:, 0]
+                out.cache.batch_select_indices(keep)
+                alive, token, mask, position, ended = (x[keep] for x in (alive, token, mask, position, ended))
+            mask, position = F.pad(mask, (0, 1), value=True), position + 1
+            inputs = dict(attention_mask=mask.long(), position_ids=position, use_cache=True)
+            out = self.source(token, **inputs, cache=out.cache)
+            logits = out.logits
+        return tokens, logps, entropies
 
-    def generate(self, prompts, copies, max_new_tokens, temperature, eos_ids, generator):
-        """As `generate` below; in place of an entropy -log p of the token, which has the same mean."""
-        device, stops = generator.device, list(eos_ids)
-        settings = dict(n=copies, temperature=temperature, max_tokens=max_new_tokens, stop_token_ids=stops)
-        seeds = torch.randint(2**62, (len(prompts),), generator=generator, device=device).tolist()
-        requests = self.llm.generate(
-            [{"prompt_token_ids": prompt} for prompt in prompts],
-            [self.settings(seed=seed, **settings) for seed in seeds],
-            use_tqdm=False,
-        )
-        answers = [answer for request in requests for answer in request.outputs]
-        tokens = torch.full((len(answers), max_new_tokens), stops[0])
-        logps = torch.zeros(tokens.shape)
-        for i, answer in enumerate(answers):
-            ids, length = list(answer.token_ids), len(answer.token_ids)
-            if length < max_new_tokens and (not ids or ids[-1] not in stops):
-                raise RuntimeError(f"vLLM broke a response off after {length} tokens: {answer.finish_reason}")
-            tokens[i, :length] = torch.tensor(ids)
-            logps[i, :length] = torch.tensor([every[t].logprob for t, every in zip(ids, answer.logprobs)])
-        if logps.isnan().any():
-            raise FloatingPointError("the model's logits are not numbers")
-        return tokens.to(device), logps.to(device), -logps.to(device)
-
-
-def new_sampler(model, name, rows, args):
-    """What responses are sampled from: the model itself, its bfloat16 copy, or vLLM (--rollout)."""
-    if args.rollout == "vllm":
-        return Engine(name, max(len(row["ids"]) for row in rows) + args.max_new_tokens, args)
-    return model if args.dtype == "float32" else bfloat16_copy(model)
-
-
-def refresh(sampler, model) -> None:
-    """Give the sampler the model's weights."""
-    if isinstance(sampler, Engine):
-        sampler.load(model)
-    elif sampler is not model:
-        bfloat16_copy(model, sampler)
-
-
-@torch.no_grad()
-def generate(model, prompts, copies, max_new_tokens, temperature, eos_ids, generator):
-    """Sample `copies` responses to each prompt (temperature 0: the likeliest tokens).
-
-    Returns tokens (B, max_new_tokens), arbitrary after the stop token, their log-probabilities and the
-    entropies of the distributions that they were drawn from; B = prompts x copies,
-    the copies of a prompt side by side.
-    """
-    if isinstance(model, Engine):
-        return model.generate(prompts, copies, max_new_tokens, temperature, eos_ids, generator)
-    device, size, width = generator.device, len(prompts) * copies, max(map(len, prompts))
-    ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=device)  # left-padded
-    lengths = torch.tensor([len(p) for p in prompts], device=device)
-    mask = torch.arange(width, device=device) >= width - lengths[:, None]
-    position = (mask.cumsum(1) - 1).clamp(min=0)
-    last = torch.tensor([width - 1], device=device)  # an index: a slice would copy the head for each prompt
-    out = model(ids, attention_mask=mask.long(), position_ids=position, use_cache=True, logits_to_keep=last)
-    out.cache.batch_repeat_interleave(copies)  # each prompt is computed once
-    logits, mask, position = (x.repeat_interleave(copies, 0) for x in (out.logits, mask, position[:, -1:]))
-    tokens = torch.full((size, max_new_tokens), eos_ids[0], device=device)
-    logps, entropies = torch.zeros(2, size, max_new_tokens, device=device)
-    stop, alive = torch.tensor(eos_ids, device=device), torch.arange(size, device=device)
-    ended = torch.zeros(size, dtype=torch.bool, device=device)
-    for t in range(max_new_tokens):
-        every = (logits[:, -1].float() / (temperature or 1.0)).log_softmax(-1)  # (alive, V)
-        if every[:, 0].isnan().any():
-            raise FloatingPointError("the model's logits are not numbers")
-        p = every.exp()
-        if temperature == 0:
-            token = every.argmax(-1, keepdim=True)
-        else:  # the inverse of the distribution function: 5x faster than torch.multinomial
-            cdf = p.cumsum(-1, dtype=torch.float64)
-            u = torch.rand(len(p), 1, generator=generator, dtype=torch.float64, device=device)
-            token = torch.searchsorted(cdf, u * cdf[:, -1:], right=True)
-        tokens[alive, t] = token[:, 0]
-        logps[alive, t] = every.gather(1, token)[:, 0]
-        entropies[alive, t] = torch.special.entr(p).sum(-1)
-        ended = ended | torch.isin(token[:, 0], stop)
-        if ended.all() or t + 1 == max_new_tokens:
-            break
-        if ended.float().mean() > 0.25:  # let those go that have ended
-            keep = (~ended).nonzero()[:, 0]
-            out.cache.batch_select_indices(keep)
-            alive, token, mask, position, ended = (x[keep] for x in (alive, token, mask, position, ended))
-        mask, position = F.pad(mask, (0, 1), value=True), position + 1
-        out = model(token, attention_mask=mask.long(), position_ids=position, cache=out.cache, use_cache=True)
-        logits = out.logits
-    return tokens, logps, entropies
+    def respond(self, rows, copies: int, temperature: float, generator=None):
+        """Responses to `rows` and their rewards: a dict of (B, ...) tensors; the completions as texts."""
+        prompts = [row["ids"] for row in rows]
+        tokens, logps, entropies = self.generate(prompts, copies, temperature, generator)
+        mask = response_mask(tokens, self.task.stops)
+        stop = mask & torch.isin(tokens, torch.tensor(self.task.stops, device=tokens.device))
+        shown = [ids[keep].tolist() for ids, keep in zip(tokens, mask & ~stop)]
+        texts = self.task.tokenizer.batch_decode(shown, skip_special_tokens=True)
+        asked = [row for row in rows for _ in range(copies)]
+        rewards = score_texts(self.task.rewards, [row["prompt"] for row in asked], texts, asked)
+        out = {"tokens": tokens, "mask": mask, "sampled": logps.masked_fill(~mask, 0.0)}
+        out |= {"entropies": entropies, "finished": stop.any(1), "rewards": rewards.to(tokens.device)}
+        return out, texts
 
 
 def prompt_indices(first: int, count: int, size: int, seed: int) -> list[int]:
@@ -988,21 +1007,6 @@ def prompt_indices(first: int, count: int, size: int, seed: int) -> list[int]:
     for epoch in range(first // size, (first + count - 1) // size + 1):
         order[epoch] = np.random.default_rng([seed, epoch]).permutation(size)
     return [int(order[i // size][i % size]) for i in range(first, first + count)]
-
-
-def respond(sampler, tokenizer, rows, copies, temperature, eos_ids, functions, generator, args):
-    """Responses to `rows` and their rewards: a dict of (B, ...) tensors; the completions as texts."""
-    tokens, logps, entropies = generate(
-        sampler, [row["ids"] for row in rows], copies, args.max_new_tokens, temperature, eos_ids, generator
-    )
-    mask = response_mask(tokens, eos_ids)
-    stop = mask & torch.isin(tokens, torch.tensor(eos_ids, device=tokens.device))
-    shown = [ids[keep].tolist() for ids, keep in zip(tokens, mask & ~stop)]
-    texts = tokenizer.batch_decode(shown, skip_special_tokens=True)
-    repeated = [row for row in rows for _ in range(copies)]
-    rewards = score_texts(functions, [row["prompt"] for row in repeated], texts, repeated).to(tokens.device)
-    out = {"tokens": tokens, "mask": mask, "sampled": logps.masked_fill(~mask, 0.0), "rewards": rewards}
-    return out | {"entropies": entropies, "finished": stop.any(1)}, texts
 
 
 def lay_out(batch, rows, group_size):
@@ -1079,14 +1083,6 @@ def for_all(function, model, batch, args):
     return out
 
 
-def token_advantages(rewards, values, mask, gamma, lam):
-    """GAE over the tokens of each response, which ends there, also when cut off. (B, L) -> (B, L), (B, L)."""
-    after = F.pad(values[:, 1:], (0, 1)) * F.pad(mask[:, 1:], (0, 1))  # 0 after the last token
-    last = ~F.pad(mask[:, 1:], (0, 1))
-    advantages, returns = compute_gae(rewards.T, values.T, after.T, last.T, last.T, gamma, lam)
-    return advantages.T.masked_fill(~mask, 0.0), returns.T.masked_fill(~mask, 0.0)
-
-
 def whole_batch(batch: dict) -> dict:
     """Local to global: the batches of all processes, of equal widths, as one, in the order of the ranks."""
     device = batch["tokens"].device
@@ -1095,26 +1091,24 @@ def whole_batch(batch: dict) -> dict:
     return {name: join([part[name] for part in parts]) for name in batch}
 
 
-def sample_batch(
-    sampler, policy, reference, critic, tokenizer, rows, eos_ids, functions, norm, coef, generator, args
-):
+def sample_batch(learner, sampler, rows, args):
     """Responses to `rows`, this process's share, with all that PPO learns from, joined to the global batch:
     a dict of (B, L) tensors, and metrics, equal on all processes."""
-    batch, texts = respond(sampler, tokenizer, rows, 1, args.temperature, eos_ids, functions, generator, args)
+    batch, texts = sampler.respond(rows, 1, args.temperature)  # [D5]
     width = max(collect(int(batch["mask"].sum(1).max())))
     batch = {name: x[:, :width] if x.dim() > 1 else x for name, x in batch.items()}
     batch |= {"prompts": [row["ids"] for row in rows], "texts": texts}
-    batch["logps"] = batch["ref_logps"] = for_all(score, policy, batch, args)
-    if reference is not None:
-        with reference() as frozen:
-            batch["ref_logps"] = for_all(score, frozen, batch, args)
-    batch["values"] = for_all(values_of, critic, batch, args)
+    batch["logps"] = batch["ref_logps"] = for_all(score, learner.policy, batch, args)  # [D8]
+    if learner.reference is not None:
+        batch["ref_logps"] = for_all(score, learner.reference, batch, args)
+    batch["values"] = for_all(values_of, learner.critic, batch, args)
     batch = whole_batch(batch)
     texts, mask, raw = batch.pop("texts"), batch["mask"], batch["rewards"]
     if raw.isnan().any():
         raise UsageError("PPO needs a score for every completion, and one was None or NaN")
-    scores = (raw - norm["mean"]) / norm["std"] - args.missing_eos_penalty * ~batch["finished"]
-    rewards = shape_rewards(scores, batch["logps"], batch["ref_logps"], mask, coef)
+    scores = (raw - learner.norm["mean"]) / learner.norm["std"]
+    scores = scores - args.missing_eos_penalty * ~batch["finished"]  # [D6]
+    rewards = shape_rewards(scores, batch["logps"], batch["ref_logps"], mask, learner.controller.coef)
     advantages, batch["returns"] = token_advantages(
         rewards, batch["values"], mask, args.gamma, args.gae_lambda
     )
@@ -1144,34 +1138,32 @@ def normalisation(scores) -> dict:
 
 
 @torch.no_grad()
-def evaluate_policy(
-    sampler, policy, reference, tokenizer, rows, eos_ids, functions, truth, args, device, rank=0, size=1
-):
-    """One sample for each held-out prompt, the same random numbers each time, each process for its share of
-    `rows`. Returns metrics and records, global, equal on all processes."""
-    generator, sums = own_generator(streams(args.seed)[3], rank, device), collections.defaultdict(list)
+def evaluate_policy(learner, sampler, args, rank=0, size=1):
+    """One sample for each held-out prompt, the same random numbers each time, each process for its share.
+    Returns metrics and records, global, equal on all processes."""
+    rows, sums = sampler.task.held_out, collections.defaultdict(list)
+    generator = own_generator(streams(args.seed)[3], rank, sampler.generator.device)
     mine, width = rows[share_of(len(rows), rank, size)], args.num_prompts // size
     for part in (mine[first : first + width] for first in range(0, len(mine), width)):
-        batch, said = respond(
-            sampler, tokenizer, part, 1, args.temperature, eos_ids, functions, generator, args
-        )
+        batch, said = sampler.respond(part, 1, args.temperature, generator)
         batch["prompts"] = [row["ids"] for row in part]
         sums["texts"] += said
         sums["eval/score"] += batch["rewards"].tolist()
         sums["eval/eos_share"] += batch["finished"].float().tolist()
         sums["eval/response_length"] += batch["mask"].sum(1).tolist()
-        if reference is not None:
-            with reference() as frozen:
-                ref = for_all(score, frozen, batch, args)
-            sums["eval/kl"] += approx_kl(for_all(score, policy, batch, args), ref, "k1").sum(1).tolist()
+        if learner.reference is not None:
+            logps, ref_logps = (
+                for_all(score, model, batch, args) for model in (learner.policy, learner.reference)
+            )
+            sums["eval/kl"] += approx_kl(logps, ref_logps, "k1").sum(1).tolist()
         for ids, mask in zip(batch["tokens"], batch["mask"]):
             sums["pairs"] += itertools.pairwise(ids[mask].tolist())
     parts, prompts = collect(sums), [row["prompt"] for row in rows]
     names = dict.fromkeys(name for part in parts for name in part)
     sums = {name: sum((part[name] for part in parts), []) for name in names}
     texts, pairs = sums.pop("texts"), sums.pop("pairs")
-    if truth is not None:
-        sums["eval/true_preference"] = truth(prompts, texts, rows)
+    if args.policy is None:
+        sums["eval/true_preference"] = hidden_preference(prompts, texts, rows)
     metrics = {name: float(np.mean(values)) for name, values in sums.items()}
     metrics |= {
         "eval/distinct": len(set(texts)) / len(texts),
@@ -1179,6 +1171,17 @@ def evaluate_policy(
     }
     records = zip(prompts, texts, sums["eval/score"])
     return metrics, [{"prompt": p, "completion": text, "score": score} for p, text, score in records]
+
+
+def keep_completions(run, metrics: dict, records: list[dict]) -> None:
+    """Log an evaluation, keep its completions in the run's folder, show some."""
+    if run.writes:
+        with open(run.folder / "completions.jsonl", "a") as file:
+            file.writelines(json.dumps({"step": run.step, **record}) + "\n" for record in records)
+    tqdm.write(f"step {run.step}: " + ", ".join(f"{name} {value:.3f}" for name, value in metrics.items()))
+    for record in records[:3]:
+        tqdm.write(f"    {record}")
+    run.log(metrics)
 
 
 # ---- 6. Update ---------------------------------------------------------------------------------------------
@@ -1193,12 +1196,13 @@ def sum_gradients(parameters) -> None:
         p.grad = part.view_as(p)
 
 
-def update_models(policy, critic, optimizer, batch, generator, args, rank=0, size=1):
+def update_models(learner, optimizer, batch, generator, args, rank=0, size=1):
     """Epochs of optimiser steps on policy and value model (Schulman et al. 2017, eq. 9). Returns metrics.
 
-    `batch`, `generator` and the metrics are global; each process works on its share of each minibatch.
+    `batch`, `generator` and the metrics are global; each process works on its share of each minibatch. A
+    token is weighed by the trainer's over the sampler's probability: not 1 if the sampler is a rounded copy.
     """
-    sums, norms, steps = collections.Counter(), [], 0
+    policy, critic, sums, norms = learner.policy, learner.critic, collections.Counter(), []
     names = ("policy_loss", "value_loss", "approx_kl", "clipfrac")
     epochs = (
         minibatches(len(batch["tokens"]), args.num_minibatches, generator) for _ in range(args.update_epochs)
@@ -1233,10 +1237,8 @@ def update_models(policy, critic, optimizer, batch, generator, args, rank=0, siz
         part = dict(zip(names, sum_over_processes(part).tolist()))
         if args.target_kl is not None and part["approx_kl"] > args.target_kl:
             break  # ends the update: one loop holds all epochs
-        # Here the gradient of the step is complete: the one place to sum it over processes.
-        if dist.is_initialized() and dist.get_world_size() > 1:  # vLLM has a group of one
+        if size > 1:  # here the gradient of the step is complete: the one place to sum it
             sum_gradients([*policy.parameters(), *critic.parameters()])
-        steps += 1
         sums.update(part)
         clip = lambda model: nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm).item()
         norms.append([clip(policy), clip(critic)])  # [D3]
@@ -1245,32 +1247,122 @@ def update_models(policy, critic, optimizer, batch, generator, args, rank=0, siz
         optimizer.step()
     policy.eval()
     critic.eval()
-    metrics = {f"losses/{name}": sums[name] / max(steps, 1) for name in names}
-    grad_norm, value_grad_norm = np.mean(norms, 0).tolist() if norms else (0.0, 0.0)
-    return metrics | {
-        "losses/grad_norm": grad_norm,
-        "losses/value_grad_norm": value_grad_norm,
-        "charts/updates": steps,
-    }
+    metrics = {f"losses/{name}": sums[name] / max(len(norms), 1) for name in names}
+    means = np.mean(norms, 0).tolist() if norms else (0.0, 0.0)
+    metrics |= dict(zip(("losses/grad_norm", "losses/value_grad_norm"), means))
+    return metrics | {"charts/updates": len(norms)}
 
 
 def check_first_batch(batch, metrics, args) -> None:
     """What must hold before the first update, in any changed copy too. [D11]"""
     error = (batch["logps"] - batch["sampled"])[batch["mask"]].abs()
-    exact = args.dtype == "float32" and args.rollout == "torch"  # bfloat16 rounds logits to 0.1
-    if error.mean() > 0.3 or exact and error.max() > 1e-3:
-        hint = "; vLLM has not taken all weights" if args.rollout == "vllm" else ""
-        raise UsageError(
-            f"self-check: log-probabilities as sampled and as scored differ by up to {error.max():.2g}{hint}"
-        )
+    if error.mean() > 0.3 or args.dtype == "float32" and error.max() > 1e-3:  # bfloat16 rounds logits to 0.1
+        words = "log-probabilities as sampled and as scored differ by up to"
+        raise UsageError(f"self-check: {words} {error.max():.2g}")
     distance = (batch["logps"] - batch["ref_logps"]).abs().max()
-    if distance > 1e-4:
+    if distance > 1e-4 and args.start_from is None:
         raise UsageError(f"self-check: before the first update the reference differs by {distance:.2g}")
     if metrics["charts/eos_share"] == 0:
         tqdm.write("self-check: no response ended by a stop token: a larger --max-new-tokens, or --stop?")
 
 
-# ---- 7. Runs: processes, folder, checkpoint, signals -------------------------------------------------------
+# ---- 7. Main -----------------------------------------------------------------------------------------------
+
+
+def main(args: Args) -> dict:
+    """Train as `args` say; returns the last metrics. Numbers of prompts are of all processes together."""
+    device = torch.device("cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu")
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    rank, size = join_processes(device)
+    for name in ("num_prompts", "normalize_scores"):
+        if 0 < getattr(args, name) < size:
+            flag = f"--{name.replace('_', '-')} {getattr(args, name)}"
+            raise UsageError(f"{flag}: that is less than one for each of the {size} processes")
+    if args.policy is None:
+        torch.set_num_threads(1)  # a model this small runs slower on more
+    prompt_stream, token_stream, shuffle_stream, _ = streams(args.seed)  # [D10]
+    generator, shuffle = own_generator(token_stream, rank, device), own_generator(shuffle_stream, 0, device)
+    torch.manual_seed(args.seed)  # initial weights
+    rng = np.random.default_rng(prompt_stream)
+    run, task, policy, classifier, accuracies = stages(args, *prompts_of(args, rng), rng, generator, rank)
+    learner, optimizer, trained = build(policy, classifier, args)
+    sampler = Sampler(learner.policy, task, args, generator)
+
+    controller, norm = learner.controller, learner.norm
+    run.learnt = {"model": Weights(trained), "norm": Saved(lambda: dict(norm), norm.update)}
+    run.parts = {"optimizer": optimizer, "shuffle": Saved(shuffle.get_state, shuffle.set_state)}
+    run.parts["tokens"] = of_each_process(generator.get_state, generator.set_state, rank)
+    run.parts["kl_coef"] = Saved(lambda: controller.coef, lambda coef: setattr(controller, "coef", coef))
+    count = sum(p.numel() for p in trained.values())
+    print(f"{args.task_name} on {device}, {count:,} trained parameters, writing {run.folder}")
+
+    def prompts(first: int, count: int, seed: int) -> list[dict]:
+        """This process's share of the next prompts."""
+        chosen = prompt_indices(first, count, len(task.rows), seed)
+        return [task.rows[i] for i in chosen[share_of(count, rank, size)]]
+
+    with run:
+        check_weights(trained.values())
+        sampler.refresh()
+        if run.step == 0 and args.normalize_scores and args.start_from is None:
+            first, _ = sampler.respond(prompts(0, args.normalize_scores, args.seed + 1), 1, args.temperature)
+            norm |= normalisation(whole_batch(first)["rewards"])
+        if run.step == 0:
+            metrics, records = evaluate_policy(learner, sampler, args, rank, size)
+            keep_completions(run, accuracies | metrics, records)
+        for step in run:
+            factor = min(1.0, (step + 1) / max(args.warmup_steps, 1))
+            factor *= linear_schedule(step, args.total_steps) if args.anneal_lr else 1.0
+            rates = args.learning_rate * factor, args.value_learning_rate * factor
+            for group, lr in zip(optimizer.param_groups, rates):
+                group["lr"] = lr
+            begun = time.perf_counter()
+            rows = prompts(step * args.num_prompts, args.num_prompts, args.seed)
+            batch, charts = sample_batch(learner, sampler, rows, args)
+            if step == 0 and args.self_checks:
+                check_first_batch(batch, charts, args)
+            sampled = time.perf_counter()
+            losses = update_models(learner, optimizer, batch, shuffle, args, rank, size)
+            ended = time.perf_counter()
+            sampler.refresh()
+
+            charts |= {"charts/learning_rate": rates[0], "charts/kl_coef": controller.coef}
+            charts |= {"charts/TPS": charts["charts/tokens"] / (ended - begun)}
+            charts |= {"time/rollout": sampled - begun, "time/update": ended - sampled}
+            controller.update(charts["losses/kl"], args.num_prompts)
+            shown = {"score": f"{charts['charts/score']:.2f}", "KL": f"{charts['losses/kl']:.2f}"}
+            run.log(losses | charts, shown | {"tok/s": f"{charts['charts/TPS']:.0f}"})
+            if run.due(args.eval_every):
+                keep_completions(run, *evaluate_policy(learner, sampler, args, rank, size))
+    save_model(run, learner.policy, task.tokenizer)
+    return run.metrics
+
+
+# ---- Nothing below is the algorithm ------------------------------------------------------------------------
+
+
+def parse_args(argv: list[str] | None = None, defaults: dict | None = None) -> Args:
+    """The command line over `defaults`, or over the flags of the run that is resumed or evaluated."""
+    args = tyro.cli(Args, args=argv, default=Args(**(defaults or {})))
+    if (path := args.resume or getattr(args, "eval_checkpoint", None)) is None:
+        return args
+    free = "resume eval_checkpoint start_from run_name device compile track wandb_project_name".split()
+    saved = {n: value for n, value in load_checkpoint(path)["args"].items() if n not in free}
+    args = tyro.cli(Args, args=argv, default=Args(**saved))
+    for name, before in saved.items() if args.resume else ():
+        now, flag = getattr(args, name), f"--{name.replace('_', '-')}"
+        if now != before and not (name.startswith("total_") and now > before):  # it may become longer
+            raise UsageError(f"{flag} {now} differs from the {before} of the run that --resume continues")
+    return args
+
+
+def collect(x) -> list:
+    """The objects of all processes in the order of their ranks."""
+    found = [x] * (dist.get_world_size() if dist.is_initialized() else 1)
+    if dist.is_initialized():
+        dist.all_gather_object(found, x)
+    return found
 
 
 def join_processes(device: torch.device) -> tuple[int, int]:
@@ -1280,7 +1372,7 @@ def join_processes(device: torch.device) -> tuple[int, int]:
     if device.type == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     if not dist.is_initialized():
-        backend = "nccl" if device.type == "cuda" else "gloo"
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(hours=2))  # others wait while the first evaluates
         # an exit hook that runs after that of vLLM, which may have done the same
         weakref.finalize(dist, lambda: dist.is_initialized() and dist.destroy_process_group())
@@ -1301,14 +1393,6 @@ def sum_over_processes(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def collect(x) -> list:
-    """The objects of all processes in the order of their ranks."""
-    found = [x] * (dist.get_world_size() if dist.is_initialized() else 1)
-    if dist.is_initialized():
-        dist.all_gather_object(found, x)
-    return found
-
-
 def check_weights(parameters) -> None:
     """All processes must hold the same weights: compared by their sums, at start and at each checkpoint."""
     sums = collect([p.detach().double().sum().item() for p in parameters])
@@ -1316,370 +1400,186 @@ def check_weights(parameters) -> None:
         raise RuntimeError("the weights of the processes differ")
 
 
-def save_checkpoint(path: Path, state: dict) -> None:
-    """Write beside, then rename: a half-written file never replaces a good one."""
-    with open(path.with_suffix(".tmp"), "wb") as file:
-        torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(path.with_suffix(".tmp"), path)
+def of_each_process(get, put, rank: int):
+    """A part whose state each process has for itself: all are saved, and each takes its own back."""
+
+    def load(states):
+        if len(states) != (size := len(collect(None))):
+            raise UsageError(f"--resume goes on with a run of {len(states)} processes, not of {size}")
+        put(states[rank])
+
+    return Saved(lambda: collect(get()), load)
+
+
+def save_model(run, model, tokenizer) -> None:
+    """Keep the trained model in the run's folder; say what the first and the last evaluation found."""
+    if run.writes:
+        model.save_pretrained(run.folder / "model")
+        tokenizer.save_pretrained(run.folder / "model")
+        before = json.loads((run.folder / "metrics.jsonl").read_text().splitlines()[0])
+        for name in (name for name in run.metrics if name.startswith("eval/")):
+            print(f"{name}: {before.get(name, math.nan):.3f} before, {run.metrics[name]:.3f} after")
+        print(f"the model is in {run.folder / 'model'}")
+
+
+Saved = collections.namedtuple("Saved", "state_dict load_state_dict")  # a part that is two functions
 
 
 def load_checkpoint(path: Path) -> dict:
-    if not path.is_file():
-        raise UsageError(f"there is no checkpoint {path}")
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        assert state["script"] == SCRIPT
-    except Exception as error:
-        raise UsageError(f"{path} is not a whole checkpoint of {SCRIPT}.py") from error
-    return state
+    """A checkpoint, by its file or by the folder or the name of its run; with its "file"."""
+    for file in (path, path / "checkpoint.pt", "runs" / path / "checkpoint.pt"):
+        if file.is_file():
+            with told(f"{file} is not a whole checkpoint of {SCRIPT}.py"):
+                state = torch.load(file, map_location="cpu", weights_only=True) | {"file": file}
+                if state["script"] != SCRIPT:
+                    raise UsageError(f"{file} is a checkpoint of {state['script']}.py, not of {SCRIPT}.py")
+                return state
+    raise UsageError(f"there is no checkpoint {path}")
 
 
-def resumed_args(args: Args, saved: dict) -> Args:
-    """The flags of the interrupted run; another value given now is an error."""
-    free, default = ("resume", "run_name", "device", "compile", "track", "wandb_project_name"), Args()
-    kept = {name: value for name, value in saved.items() if name not in free}
-    for name, value in kept.items():
-        if getattr(args, name) not in (getattr(default, name), value):
-            flag = f"--{name.replace('_', '-')} {getattr(args, name)}"
-            raise UsageError(f"{flag} differs from the {value} of the run that --resume continues")
-    return dataclasses.replace(args, **kept)
+def load_parts(parts: dict, state: dict) -> None:
+    """Give each part what a checkpoint holds for it."""
+    for name, part in parts.items():
+        with told(f"{state['file']} does not fit, in its part {name}"):
+            part.load_state_dict(state["parts"][name])
 
 
-@contextlib.contextmanager
-def stop_signals():
-    """Ctrl-C and kill ask for an end after the current iteration; a second one ends at once."""
-    received = []
+class Run:
+    """A run without its algorithm: folder, config.json, metrics.jsonl, bar, W&B, signals, checkpoints.
 
-    def handle(signum, frame):
-        received.append(signum)
-        signal.signal(signum, before[signum])
-
-    before = {signum: signal.signal(signum, handle) for signum in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield received
-    finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
-
-
-def open_run(args: Args, device: torch.device) -> Path:
-    """A new folder runs/<name> with config.json; an existing one is never touched."""
-    default = f"{args.task_name}__{SCRIPT}__{args.seed}__{time.time_ns() // 10**6}"
-    folder = Path("runs") / (args.run_name or default)
-    packages = ("torch", "numpy", "gymnasium", "mujoco", "ale_py", "transformers")
-    versions = {name: getattr(sys.modules.get(name), "__version__", None) for name in packages}
-    config = {
-        "args": dataclasses.asdict(args),
-        "versions": {"python": platform.python_version(), **versions},
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or "cpu",
-        "processes": int(os.environ.get("WORLD_SIZE", 1)),
-        "sha256": hashlib.sha256(Path(__file__).read_bytes()).hexdigest(),
-    }
-    try:
-        folder.mkdir(parents=True)
-        (folder / "config.json").write_text(json.dumps(config, indent=1, default=str) + "\n")
-    except FileExistsError:
-        raise UsageError(f"{folder} exists: choose another --run-name, or --resume {folder}") from None
-    except OSError as error:
-        raise UsageError(f"cannot write {folder}: {error.strerror}") from error
-    return folder
-
-
-def write_metrics(path: Path, step: int, metrics: dict) -> None:
-    """One line of JSON; NaN becomes null."""
-    finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-    with open(path, "a") as file:
-        file.write(json.dumps({"step": step, **finite}) + "\n")
-
-
-def cut_log(path: Path, step: int) -> None:
-    """Drop the lines of a resumed run that are later than its checkpoint, or half written."""
-    lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-    path.write_text("".join(line for line in lines if json.loads(line)["step"] <= step))
-
-
-def restore(folder, state, weights, trained, optimizer, generator, shuffle, rank) -> None:
-    """Bring the trained weights, the optimiser, the random streams and the logs back to a checkpoint."""
-    if {n: p.shape for n, p in weights.items()} != {n: p.shape for n, p in trained.items()}:
-        raise UsageError("the checkpoint does not fit: the model has other parameters")
-    for name, parameter in trained.items():
-        parameter.data.copy_(weights[name])
-    optimizer.load_state_dict(state["optimizer"])
-    generator.set_state(state["tokens"][rank].clone())  # torch crashes on a view
-    shuffle.set_state(state["shuffle"])
-    for name in ("metrics.jsonl", "completions.jsonl") if rank == 0 else ():
-        cut_log(folder / name, state["step"])
-
-
-def start_tracking(args: Args, folder: Path):
-    """The run in Weights & Biases; a resumed run goes on there."""
-    import wandb
-
-    settings = dict(name=folder.name, id=folder.name, resume="allow", config=vars(args))
-    return wandb.init(project=args.wandb_project_name, **settings)
-
-
-def leave(signum: int, step: int, size: int, folder: Path) -> None:
-    """End as the signal asks, after a word on how to go on."""
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", size))
-    nodes = f" --nnodes {size // local} ..." if size > local else ""
-    launch = f"torchrun --nproc-per-node {local}{nodes}" if size > 1 else "python"
-    print(f"stopped at step {step:,}; continue with: {launch} {SCRIPT}.py --resume {folder}")
-    raise SystemExit(128 + signum)
-
-
-def name_last_checkpoint(error: Exception, step: int, folder: Path) -> None:
-    """Raise `error` again with its step and what is left; another process's end is a ConnectionError."""
-    if isinstance(error, RuntimeError) and not dist.is_initialized():
-        raise error
-    good = folder / "checkpoint.pt"
-    kept = f"{good}, step {load_checkpoint(good)['step']:,}" if good.exists() else "none yet"
-    text = f"stopped at step {step:,}: {error}; last good checkpoint: {kept}"
-    raise (ConnectionError if isinstance(error, RuntimeError) else type(error))(text) from error
-
-
-# ---- 8. Main -----------------------------------------------------------------------------------------------
-
-
-def small_world(args: Args, folder: Path, rows, generator, rng) -> dict:
-    """Stages 1 and 2 of the small world, kept in the run's folder. Returns the reward model's accuracies."""
-    tokenizer = word_tokenizer()
-    policy = tiny_model(tokenizer).to(generator.device)
-    supervised_finetune(policy, tokenizer, rng)
-    policy.eval()
-    eos_ids = stop_ids(tokenizer, policy, None)
-    rows = encode_rows(rows, tokenizer, policy, args)
-    pairs = sample_pairs(policy, tokenizer, rows, args.num_pairs, eos_ids, generator, rng, args)
-    classifier = classifier_of(policy)
-    metrics = fit_reward_model(classifier, tokenizer, pairs, args)
-    for name, model in (("start", policy), ("reward_model", classifier)):
-        model.save_pretrained(folder / name)
-        tokenizer.save_pretrained(folder / name)
-    return metrics
-
-
-def scoring(args: Args, folder: Path, policy, policy_tokenizer, device):
-    """The reward functions; and the reward model, if it reads the policy's tokens, for the value model."""
-    if args.reward is not None:
-        return load_rewards(args.reward), None
-    trained = args.policy is None or args.train_reward_model is not None
-    tokenizer, classifier = load_classifier(folder / "reward_model" if trained else args.reward_model)
-    classifier = classifier.to(device).requires_grad_(False)
-
-    def read(prompts, completions, rows):
-        with torch.no_grad():
-            return read_texts(classifier, tokenizer, prompts, completions, args.batch_tokens).tolist()
-
-    same = type(classifier.base_model) is type(policy.base_model)
-    same = same and tokenizer.get_vocab() == policy_tokenizer.get_vocab()
-    return {"reward_model": read}, classifier if same else None
-
-
-def stages(args: Args, rows, held_out, rng, generator, device, rank):
-    """What comes before PPO; the first process trains. All that can be refused is, before there is a folder.
-
-    Returns the run's folder, tokenizer, policy, stop ids, prompts, reward functions, the reward model if it
-    reads the policy's tokens, and its accuracies.
+    What is saved and restored goes into `learnt` (weights and statistics: with them --start-from begins) and
+    `parts` (all else) before `with`: by name, whatever has state_dict and load_state_dict.
     """
-    if args.policy is not None:
-        tokenizer, policy = load_model(args.policy)
-        eos_ids = stop_ids(tokenizer, policy, args.stop)
-        rows, held_out = (encode_rows(part, tokenizer, policy, args) for part in (rows, held_out))
-    if args.policy is not None and args.train_reward_model is None:
-        functions, classifier = scoring(args, None, policy, tokenizer, device)
-    elif args.train_reward_model is not None and args.resume is None:
-        pairs_tokenizer, classifier = load_classifier(
-            args.reward_model or args.policy, new_head=args.reward_model is None
-        )
-        pairs = load_pairs(args.train_reward_model, pairs_tokenizer)
-    folder = args.resume or collect(open_run(args, device) if rank == 0 else None)[0]
-    if dist.is_initialized():  # training a reward model takes longer than a collective may
-        waiting = dist.new_group(backend="gloo", timeout=timedelta(days=30))
-    new, reward_metrics = rank == 0 and args.resume is None, {}
-    if new and args.policy is None:
-        reward_metrics = small_world(args, folder, rows, generator, rng)
-    elif new and args.train_reward_model is not None:
-        reward_metrics = fit_reward_model(classifier.to(device), pairs_tokenizer, pairs, args)
-        classifier.save_pretrained(folder / "reward_model")
-        pairs_tokenizer.save_pretrained(folder / "reward_model")
-    if dist.is_initialized():
-        dist.barrier(waiting)
-    if args.policy is None:
-        tokenizer, policy = load_model(str(folder / "start"))
-        eos_ids = stop_ids(tokenizer, policy, args.stop)
-        rows, held_out = (encode_rows(part, tokenizer, policy, args) for part in (rows, held_out))
-    if args.policy is None or args.train_reward_model is not None:
-        functions, classifier = scoring(args, folder, policy, tokenizer, device)
-    return (
-        folder, tokenizer, policy.to(device), eos_ids, rows, held_out, functions, classifier, reward_metrics
-    )  # fmt: skip
 
+    def __init__(self, args: Args, task: str, iterations: int, size: int = 1):
+        self.args, self.size, self.total = args, size, iterations * size  # each is of `size` steps
+        self.learnt, self.parts, self.metrics, self.received, self.step = {}, {}, {}, [], 0
+        self.writes = not (dist.is_initialized() and dist.get_rank())  # the first process does
+        self.state = load_checkpoint(path) if (path := args.resume or args.start_from) else None
+        if args.resume is None:
+            self.folder = collect(self.new_folder(task) if self.writes else None)[0]
+        else:
+            self.folder, self.step = self.state["file"].parent, self.state["step"]
+        if self.step >= self.total:
+            raise UsageError(f"{self.folder} is finished, at step {self.step:,}: a larger total goes on")
+        self.begun = self.saved = self.step
 
-def with_reference(policy, args: Args):
-    """The policy to train, and a context that gives the frozen starting policy (None without KL)."""
-    if args.lora_rank:
-        policy = add_lora(policy, args.lora_rank)
-        return policy, lambda: adapter_off(policy)
-    frozen = copy.deepcopy(policy).requires_grad_(False) if args.kl_coef else None
-    return policy, (lambda: contextlib.nullcontext(frozen)) if args.kl_coef else None
+    def new_folder(self, task: str) -> Path:
+        """runs/<name> with config.json; an existing folder is never touched."""
+        default = f"{task}__{SCRIPT}__{self.args.seed}__{time.time_ns() // 10**6}"
+        folder = Path("runs") / (self.args.run_name or re.sub(r"[^\w.-]+", "-", default))
+        packages = ("torch", "numpy", "gymnasium", "mujoco", "ale_py", "transformers")
+        versions = {name: getattr(sys.modules.get(name), "__version__", None) for name in packages}
+        config = {
+            "args": vars(self.args),
+            "versions": {"python": platform.python_version(), **versions},
+            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
+            "processes": int(os.environ.get("WORLD_SIZE", 1)),
+            "sha256": hashlib.sha256(Path(__file__).read_bytes()).hexdigest(),
+        }
+        if folder.exists():
+            raise UsageError(f"{folder} exists: choose another --run-name, or --resume {folder}")
+        with told(f"cannot write {folder}"):
+            folder.mkdir(parents=True)
+            (folder / "config.json").write_text(json.dumps(config, indent=1, default=str) + "\n")
+        return folder
 
+    def __enter__(self):
+        if self.args.resume is not None:
+            load_parts(self.learnt | self.parts, self.state)
+            for path in self.folder.glob("*.jsonl") if self.writes else ():
+                lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+                path.write_text("".join(line for line in lines if json.loads(line)["step"] <= self.step))
+            if self.state["total"] != self.total:
+                print(f"{self.state['total']:,} steps become {self.total:,}: schedules are of the longer run")
+        elif self.state is not None:
+            load_parts(self.learnt, self.state)
+        self.state = self.wandb = None
+        if self.args.track and self.writes:
+            import wandb
 
-def main(args: Args) -> dict:
-    """Train as `args` say; returns the final metrics. Numbers of prompts are of all processes together."""
-    if args.device == "cuda" and not torch.cuda.is_available():
-        raise UsageError("--device cuda: there is no CUDA device")
-    device = torch.device("cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu")
-    rank, size = join_processes(device)
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    state = None
-    if args.resume is not None:
-        state = load_checkpoint(args.resume / "checkpoint.pt")
-        args = resumed_args(args, state["args"])
-        if state["step"] == args.total_steps:
-            raise UsageError(f"--resume {args.resume}: this run is finished, at step {state['step']:,}")
-        if (number := len(state["tokens"])) != size:
-            raise UsageError(f"--resume {args.resume}: this is a run of {number} processes, not of {size}")
-    for name in ("num_prompts", "normalize_scores"):
-        if 0 < getattr(args, name) < size:
-            flag = f"--{name.replace('_', '-')} {getattr(args, name)}"
-            raise UsageError(f"{flag}: that is less than one for each of the {size} processes")
-    if args.policy is None:
-        torch.set_num_threads(1)  # a model this small runs slower on more
+            settings = dict(project=self.args.wandb_project_name, config=vars(self.args), resume="allow")
+            self.wandb = wandb.init(name=self.folder.name, id=self.folder.name, **settings)
+        self.bar = tqdm(total=self.total, initial=self.step, unit=" steps", disable=not self.writes)
+        self.before = {s: signal.signal(s, self.receive) for s in (signal.SIGINT, signal.SIGTERM)}
+        self.start = time.perf_counter()
+        return self
 
-    prompt_stream, token_stream, shuffle_stream, _ = streams(args.seed)  # [D10]
-    generator, shuffle = own_generator(token_stream, rank, device), own_generator(shuffle_stream, 0, device)
-    torch.manual_seed(args.seed)  # initial weights
-    rng = np.random.default_rng(prompt_stream)
-    rows, held_out = prompts_of(args, rng)
-    folder, tokenizer, policy, eos_ids, rows, held_out, functions, classifier, reward_metrics = stages(
-        args, rows, held_out, rng, generator, device, rank
-    )
-    critic = classifier_of(policy, classifier)
-    policy, reference = with_reference(policy, args)
-    for model in (policy, critic) if args.gradient_checkpointing else ():
-        model.activation_checkpointing_enable({"use_reentrant": False})
-    policy.eval()
-    trained = {f"policy.{name}": p for name, p in policy.named_parameters() if p.requires_grad}
-    trained |= {f"critic.{name}": p for name, p in critic.named_parameters()}
-    for parameter in trained.values() if size > 1 else ():
-        dist.broadcast(parameter.data, 0)
-    rates = {"policy": args.learning_rate, "critic": args.value_learning_rate}
-    groups = [
-        {"params": [p for n, p in trained.items() if n.startswith(k)], "lr": lr} for k, lr in rates.items()
-    ]
-    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.99), eps=1e-5, weight_decay=0.0, fused=True)
-    controller = KLController(args.kl_coef, args.kl_target, args.kl_horizon)
-    first, drawn, norm, metrics, run = 0, 0, {"mean": 0.0, "std": 1.0}, {}, None
+    def receive(self, signum, frame):
+        """Ctrl-C and kill ask for an end after the current iteration; a second one ends at once."""
+        self.received.append(signum)
+        signal.signal(signum, self.before[signum])
 
-    if state is not None:
-        first, drawn, norm, controller.coef = (state[name] for name in ("step", "drawn", "norm", "kl_coef"))
-        restore(folder, state, state["models"], trained, optimizer, generator, shuffle, rank)
-    sampler = new_sampler(policy, args.policy, rows + held_out, args)
-    refresh(sampler, policy)
-    if state is None and args.normalize_scores:
-        chosen = prompt_indices(0, args.normalize_scores, len(rows), args.seed + 1)
-        chosen = [rows[i] for i in chosen[share_of(args.normalize_scores, rank, size)]]
-        sample, _ = respond(
-            sampler, tokenizer, chosen, 1, args.temperature, eos_ids, functions, generator, args
-        )
-        norm = normalisation(whole_batch(sample)["rewards"])
-    check_weights(trained.values())
-    if args.track and rank == 0:
-        run = start_tracking(args, folder)
-    count = sum(p.numel() for p in trained.values())
-    print(f"{args.task_name} on {device}, {count:,} trained parameters, writing {folder}")
-    if reward_metrics:
-        print(", ".join(f"{name} {value:.3g}" for name, value in reward_metrics.items()))
-    truth = hidden_preference if args.policy is None else None
+    def __iter__(self):
+        for iteration in range(self.step // self.size, self.total // self.size):
+            self.step = (iteration + 1) * self.size
+            yield iteration
+            self.bar.update(self.size)
+            if (signals := sum(collect(self.received), [])) and self.step < self.total:  # all leave together
+                self.save()
+                self.bar.write(f"stopped at step {self.step:,}; {sys.argv[0]} --resume {self.folder} goes on")
+                raise SystemExit(128 + signals[0])
 
-    def look(step: int) -> dict:
-        """Evaluate, keep the completions, show some."""
-        found, records = evaluate_policy(
-            sampler, policy, reference, tokenizer, held_out, eos_ids, functions, truth, args, device,
-            rank, size,
-        )  # fmt: skip
-        with open(folder / "completions.jsonl" if rank == 0 else os.devnull, "a") as file:
-            file.writelines(json.dumps({"step": step, **record}) + "\n" for record in records)
-        tqdm.write(f"step {step}: " + ", ".join(f"{name} {value:.3f}" for name, value in found.items()))
-        for record in records[:3]:
-            tqdm.write(f"    {record['prompt']!r} -> {record['completion']!r} (score {record['score']:.2f})")
-        return found
+    def due(self, every: int) -> bool:
+        """Each time that another `every` steps are full (0: never), and after the last step."""
+        return self.step == self.total or bool(every) and self.step % every < self.size
 
-    lines = folder / "metrics.jsonl" if rank == 0 else Path(os.devnull)
-    shown = dict(unit=" steps", file=sys.stdout if rank else sys.stderr)
-    with stop_signals() as stopped, tqdm(total=args.total_steps, initial=first, **shown) as bar:
-        if state is None:
-            write_metrics(lines, 0, reward_metrics | look(0))
-        try:
-            for step in range(first + 1, args.total_steps + 1):
-                factor = min(1.0, step / max(args.warmup_steps, 1))
-                factor *= linear_schedule(step - 1, args.total_steps) if args.anneal_lr else 1.0
-                for group, lr in zip(optimizer.param_groups, rates.values()):
-                    group["lr"] = lr * factor
-                begun = time.perf_counter()
-                chosen = prompt_indices(drawn, args.num_prompts, len(rows), args.seed)
-                chosen = [rows[i] for i in chosen[share_of(args.num_prompts, rank, size)]]
-                drawn += args.num_prompts
-                batch, charts = sample_batch(
-                    sampler, policy, reference, critic, tokenizer, chosen, eos_ids, functions, norm,
-                    controller.coef, generator, args,
-                )  # fmt: skip
-                if step == 1 and args.self_checks:
-                    check_first_batch(batch, charts, args)
-                sampled = time.perf_counter()
-                losses = update_models(policy, critic, optimizer, batch, shuffle, args, rank, size)
-                ended = time.perf_counter()
-                refresh(sampler, policy)
+    def log(self, metrics: dict, shown: dict | None = None) -> None:
+        """A line of metrics.jsonl (readers join those of one step), and what the bar shows.
 
-                metrics = losses | charts | {"charts/learning_rate": args.learning_rate * factor}
-                metrics |= {
-                    "charts/kl_coef": controller.coef,
-                    "charts/TPS": charts["charts/tokens"] / (ended - begun),
-                }
-                metrics |= {"time/rollout": sampled - begun, "time/update": ended - sampled}
-                controller.update(charts["losses/kl"], args.num_prompts)
-                final = step == args.total_steps
-                if final or args.eval_every and step % args.eval_every == 0:
-                    metrics |= look(step)
-                write_metrics(lines, step, metrics)
-                if run:
-                    run.log(metrics, step=step)
-                shown = {"score": f"{charts['charts/score']:.2f}", "KL": f"{charts['losses/kl']:.2f}"}
-                bar.set_postfix(shown | {"tok/s": f"{metrics['charts/TPS']:.0f}"}, refresh=False)
-                bar.update()
-                signals = sum(collect(stopped), [])  # all leave after the same step
-                if final or signals or step % args.save_every == 0:
-                    check_weights(trained.values())
-                    state = {"script": SCRIPT, "args": json.loads(json.dumps(vars(args), default=str))}
-                    state |= {"step": step, "drawn": drawn, "norm": norm, "kl_coef": controller.coef}
-                    state |= {"tokens": torch.stack(collect(generator.get_state()))}  # of each process
-                    state |= {"shuffle": shuffle.get_state(), "optimizer": optimizer.state_dict()}
-                    state["models"] = {name: p.detach() for name, p in trained.items()}
-                    if rank == 0:
-                        save_checkpoint(folder / "checkpoint.pt", state)
-                    collect(None)  # nobody leaves before it is written: torchrun ends all when one has left
-                if signals and not final:
-                    bar.close()
-                    leave(signals[0], step, size, folder)
-        except (FloatingPointError, UsageError, RuntimeError) as error:
-            name_last_checkpoint(error, step, folder)
-    if run:
-        run.finish()
-    if rank == 0:
-        policy.save_pretrained(folder / "model")
-        tokenizer.save_pretrained(folder / "model")
-        before = json.loads(lines.read_text().splitlines()[0])
-        for name in (name for name in metrics if name.startswith("eval/")):
-            print(f"{name}: {before[name]:.3f} before, {metrics[name]:.3f} after")
-        print(f"the policy is in {folder / 'model'}")
-    return metrics | {"step": args.total_steps, "folder": str(folder)}
+        Then the parts are saved if that is due: what follows in this step cannot lose them.
+        """
+        if self.metrics.get("step") != self.step:
+            seconds = time.perf_counter() - self.start
+            metrics |= {"charts/SPS": (self.step - self.begun) / seconds, "time/cpu": time.process_time()}
+            self.metrics = {"step": self.step, "folder": str(self.folder)}
+        self.metrics |= metrics
+        if self.writes:
+            finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+            with open(self.folder / "metrics.jsonl", "a") as file:
+                file.write(json.dumps({"step": self.step} | finite) + "\n")
+        if self.wandb:
+            self.wandb.log(metrics, step=self.step)
+        self.bar.set_postfix(shown or {}, refresh=False)
+        if self.due(self.args.save_every * self.size):
+            self.save()
+
+    def save(self) -> None:
+        """Write beside, then rename: a half-written file never replaces a good one."""
+        if self.saved == self.step:
+            return
+        state = {"script": SCRIPT, "step": self.step, "total": self.total}
+        state["args"] = json.loads(json.dumps(vars(self.args), default=str))
+        state["parts"] = {name: part.state_dict() for name, part in (self.learnt | self.parts).items()}
+        if self.writes:
+            good, half = self.folder / "checkpoint.pt", self.folder / "checkpoint.tmp"
+            with told(f"cannot write {good}"), contextlib.ExitStack() as last:
+                last.callback(half.unlink, missing_ok=True)
+                with open(half, "wb") as file:
+                    torch.save(state, file)
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.replace(half, good)
+        self.saved = self.step
+        collect(None)  # nobody leaves before it is written: torchrun ends all when one has left
+
+    def __exit__(self, kind, error, trace):
+        for signum, handler in self.before.items():
+            signal.signal(signum, handler)
+        self.bar.close()
+        if self.wandb:
+            self.wandb.finish()
+        if kind is None:
+            print(f"finished: {self.folder / 'checkpoint.pt'}")
+        ended = isinstance(error, RuntimeError) and dist.is_initialized()  # another process did
+        if ended or isinstance(error, (UsageError, FloatingPointError)):
+            kept = f"{self.folder / 'checkpoint.pt'}, step {self.saved:,}" if self.saved else "none yet"
+            text = f"stopped at step {self.step:,}: {error}; last good checkpoint: {kept}"
+            raise (ConnectionError if ended else kind)(text) from error
 
 
 if __name__ == "__main__":
     try:
         main(command_line())
-    except (UsageError, FloatingPointError, OSError) as error:
-        sys.exit(f"{SCRIPT}.py: {error}")
+    except (UsageError, FloatingPointError, OSError, KeyboardInterrupt) as error:
+        sys.exit(f"{Path(__file__).name}: {str(error) or 'interrupted'}")

@@ -38,6 +38,20 @@ def lines(path):
     return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
 
+def steps(name):
+    """metrics.jsonl of a run: the lines of a step joined, without what depends on the clock."""
+    rows = {}
+    for row in lines(f"runs/{name}/metrics.jsonl"):
+        rows[row["step"]] = rows.get(row["step"], {}) | row
+    clock = ("time/", "charts/TPS", "charts/SPS")
+    return [{k: v for k, v in row.items() if not k.startswith(clock)} for row in rows.values()]
+
+
+def parts(name):
+    """The parts of a run's checkpoint."""
+    return torch.load(f"runs/{name}/checkpoint.pt", weights_only=True)["parts"]
+
+
 @pytest.fixture(scope="session")
 def lab(script, tmp_path_factory):
     """Folders of a tiny policy and of reward models, whole or wrong in one way each; prompts and pairs."""
@@ -102,8 +116,9 @@ def train(script, lab, tmp_path, monkeypatch):
     def train(policy="whole", **flags):
         sources = {"reward", "reward_model", "train_reward_model"} & set(flags)
         reward = {} if sources else {"reward": "r.py:f"}
-        flags = flags if "resume" in flags else quick | reward | {"policy": str(lab / policy)} | flags
-        return script.main(script.Args(**flags))
+        if "resume" in flags:
+            return script.main(script.parse_args(script.words(**flags)))
+        return script.main(script.Args(**quick | reward | {"policy": str(lab / policy)} | flags))
 
     return train
 
@@ -128,7 +143,7 @@ RULES = [  # flags, wrong values, what is said
     ("temperature clip_coef value_clip max_grad_norm target_kl kl_target learning_rate value_learning_rate "
      "reward_learning_rate importance_cap",
      (0.0, -1.0, INF, NAN), "must be positive and finite"),
-    ("gamma gae_lambda vllm_memory", (-0.1, 1.1, INF, NAN), "must lie in [0, 1]"),
+    ("gamma gae_lambda", (-0.1, 1.1, INF, NAN), "must lie in [0, 1]"),
     ("missing_eos_penalty kl_coef vf_coef", (-0.1, INF, NAN), "must not be negative"),
     ("lora_rank warmup_steps eval_every", (-1,), "must not be negative"),
     ("normalize_scores", (1, -1), "must be 0 or at least 2"),
@@ -139,8 +154,8 @@ RULES = [  # flags, wrong values, what is said
 def test_wrong_values_are_named(script):
     """A value outside its range is refused before any work with the flag, the value and the rule; no number goes
     unchecked; the ends of the ranges are taken."""
-    kinds = {field.name: typing.get_args(field.type) or (field.type,) for field in dataclasses.fields(script.Args)}  # fmt: skip
-    numbers = {name for name, kind in kinds.items() if {int, float} & set(kind)}
+    hints = typing.get_type_hints(script.Args)  # without the rules
+    numbers = {name for name, kind in hints.items() if {int, float} & {kind, *typing.get_args(kind)}}
     assert not script.own or numbers == set(" ".join(names for names, *_ in RULES).split())
     for names, values, rule in RULES:
         for name, value in itertools.product(filter(script.has_flag, names.split()), values):
@@ -166,6 +181,7 @@ SOURCE = "--policy needs one source of scores"
     (dict(kl_target=6.0, kl_horizon=20), "--kl-horizon 20"),  # x (1 - 0.2 x 128 / 20): a negative coefficient pays for KL (B74)
     (dict(run_name="a/b"), "--run-name a/b must be the name of a folder"),
     (dict(run_name="a", resume=Path("runs/a")), "--run-name a contradicts --resume runs/a"),
+    (dict(start_from=Path("b"), resume=Path("runs/a")), "--start-from b contradicts --resume runs/a"),
 ])  # fmt: skip
 def test_wrong_combinations_are_named(script, flags, words):
     """Flags that do not go together are refused before any work."""
@@ -178,7 +194,6 @@ def test_wrong_combinations_are_named(script, flags, words):
     ("", "BUILT_IN"),
     ("--policy m --prompts p --reward r.py:f", dict(policy="m", prompts="p", reward="r.py:f")),
     ("--policy=m --prompts=p --reward-model=c", dict(policy="m", prompts="p", reward_model="c")),
-    ("--resume runs/x", dict(resume=Path("runs/x"))),
     ("--temperature 0.7 --kl-target None --anneal-lr --num-prompts 64 --seed 3",
      dict(temperature=0.7, kl_target=None, anneal_lr=True, num_prompts=64, seed=3)),
     ("--policy m --prompts p --reward r --temperature 1.0 --value-clip None", dict(temperature=1.0, value_clip=None, anneal_lr=True)),
@@ -188,7 +203,7 @@ def test_flags_win_over_built_in(script, argv, wanted):
     wanted = script.BUILT_IN if wanted == "BUILT_IN" else wanted
     args = vars(script.command_line(argv.split()))
     assert {name: args[name] for name in wanted} == wanted
-    if "policy" in wanted or "resume" in wanted:
+    if "policy" in wanted:
         assert args == vars(script.Args(**wanted))
     elif "--policy" not in argv:
         assert args == vars(script.Args()) | script.BUILT_IN | wanted
@@ -200,24 +215,30 @@ def test_help_explains_every_flag(script, capsys, monkeypatch):
     with pytest.raises(SystemExit) as end:
         script.command_line(["--help"])
     shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    (body,) = (x.body for x in ast.parse(script.path.read_text()).body if getattr(x, "name", "") == "Args")
-    told = {a.target.id: b.value.value for a, b in zip(body, body[1:])
-            if isinstance(a, ast.AnnAssign) and isinstance(b, ast.Expr)}  # fmt: skip
+    source = script.path.read_text()
+    (body,) = (x.body for x in ast.parse(source).body if getattr(x, "name", "") == "Args")
+    told = {
+        a.target.id: source.splitlines()[a.lineno - 1].partition("  # ")[2]
+        for a in body
+        if isinstance(a, ast.AnnAssign)
+    }
     assert end.value.code == 0
     assert not script.own or set(told) == {field.name for field in dataclasses.fields(script.Args)}
     for name, words in told.items():
-        assert f"--{name.replace('_', '-')}" in shown and " ".join(words.split()[:4]) in shown
+        assert f"--{name.replace('_', '-')}" in shown and words and " ".join(words.split()[:4]) in shown
 
 
 @pytest.mark.parametrize("argv, words", [
     (["--num-prompts", "many"], "--num-prompts"), (["--no-such-flag"], "--no-such-flag"), (["--policy"], "--policy"),
-    (["--dtype", "float16"], "'float16'"), (["--gamma", "2"], "--gamma 2.0 must lie"),
+    (["--dtype", "float16"], "'float16'"),
 ])  # fmt: skip
 def test_wrong_words_on_the_command_line(script, capsys, argv, words):
     """An unknown flag, a value of the wrong type or none of the choices is told, with code 2."""
     with pytest.raises(SystemExit) as end:
         script.command_line(argv)
     assert end.value.code == 2 and words in "".join(capsys.readouterr())
+    with pytest.raises(script.UsageError, match=r"^--gamma 2.0 must lie in \[0, 1\]$"):
+        script.command_line(["--gamma", "2"])
 
 
 def test_an_error_of_the_real_command(script, lab, tmp_path):
@@ -227,7 +248,7 @@ def test_an_error_of_the_real_command(script, lab, tmp_path):
     )
     failed = run(script, tmp_path, *flags.split())
     assert failed.returncode == 1 and not list(tmp_path.iterdir())
-    assert failed.stderr.startswith(f"{script.SCRIPT}.py: ") and len(failed.stderr.splitlines()) == 1
+    assert failed.stderr.startswith(f"{script.path.name}: ") and len(failed.stderr.splitlines()) == 1
     assert "nobody/none, which is no folder here, cannot be loaded: " in failed.stderr
     assert "--model " not in failed.stderr, "there is no such flag"
 
@@ -265,8 +286,8 @@ def test_a_good_run_and_what_it_leaves(script, train, capsys):
     """The folder of a run: configuration, one line of metrics a step, completions, checkpoint, model."""
     out = train(run_name="x")
     assert out["folder"] == "runs/x" and out["step"] == 2
-    assert "eval/score: " in (said := capsys.readouterr().out) and "the policy is in runs/x/model" in said
-    assert [row["step"] for row in lines("runs/x/metrics.jsonl")] == [0, 1, 2]
+    assert "eval/score: " in (said := capsys.readouterr().out) and "the model is in runs/x/model" in said
+    assert [row["step"] for row in lines("runs/x/metrics.jsonl")] == [0, 1, 2, 2]
     assert [row["step"] for row in lines("runs/x/completions.jsonl")] == [0] * 4 + [2] * 4
     config = json.loads(Path("runs/x/config.json").read_text())
     assert config["args"]["num_prompts"] == 4 and config["versions"]["torch"] == torch.__version__
@@ -340,9 +361,9 @@ def test_wrong_models_and_rewards_are_named(refused, lab, tmp_path, flags, words
 
 
 @pytest.mark.parametrize("body, words", [
-    ("raise RuntimeError('boom')", "raised RuntimeError: boom"), ("return [0.0]", "returned 1 for "),
-    ("return [float('inf')] * len(rows)", "returned an infinite reward"), ("return ['good'] * len(rows)", "raised ValueError: "),
-    ("return None", "raised TypeError: "),
+    ("raise RuntimeError('boom')", "failed: RuntimeError: boom"), ("return [0.0]", "returned 1 for "),
+    ("return [float('inf')] * len(rows)", "returned an infinite reward"), ("return ['good'] * len(rows)", "failed: ValueError: "),
+    ("return None", "failed: TypeError: "),
 ])  # fmt: skip
 def test_a_reward_of_its_own_that_fails(refused, tmp_path, body, words):
     """What a user's reward function does wrong is told in one sentence with its name."""
@@ -373,7 +394,7 @@ def test_scores_are_normalised_once(script, train, tmp_path):
     (tmp_path / "r.py").write_text(CALLS + body)
     quiet = dict(missing_eos_penalty=0.0, kl_coef=0.0)
     out = train(run_name="x", **quiet)
-    norm = script.load_checkpoint(Path("runs/x/checkpoint.pt"))["norm"]
+    norm = parts("x")["norm"]
     assert norm["mean"] == 105 and norm["std"] == pytest.approx(5, rel=0.1)
     assert out["charts/score"] == out["eval/score"] == 105 and out["charts/objective"] == pytest.approx(0, abs=1e-4)  # fmt: skip
     assert train(normalize_scores=0, **quiet)["charts/objective"] == pytest.approx(105)
@@ -389,8 +410,9 @@ def test_responses_of_one_token(train):
 
 def test_prompts_that_a_tokenizer_closes(script, train, monkeypatch):
     """A tokenizer that ends every text with the stop token: the response goes on from the text."""
-    seen, generate = [], script.generate
-    monkeypatch.setattr(script.module, "generate", lambda model, prompts, *a: [seen.extend(prompts), generate(model, prompts, *a)][1])  # fmt: skip
+    seen, sampler = [], script.find("Sampler")
+    generate = sampler.generate
+    monkeypatch.setattr(sampler, "generate", lambda self, prompts, *a: [seen.extend(prompts), generate(self, prompts, *a)][1])  # fmt: skip
     train("closing")
     tokenizer = script.word_tokenizer()
     known = [[tokenizer.pad_token_id, *tokenizer(row["prompt"]).input_ids] for row in lines("prompts.jsonl")]
@@ -402,8 +424,7 @@ def test_a_policy_saved_in_bfloat16(script, train, monkeypatch):
     made, classifier_of = [], script.classifier_of
     monkeypatch.setattr(script.module, "classifier_of", lambda *a: made.append(classifier_of(*a)) or made[-1])
     train("half", run_name="x")
-    state = script.load_checkpoint(Path("runs/x/checkpoint.pt"))
-    assert {x.dtype for x in state["models"].values()} == {torch.float32}
+    assert {x.dtype for x in parts("x")["model"].values()} == {torch.float32}
     (critic,) = made
     assert critic.config.attention_dropout == 0 and not critic.training
 
@@ -469,11 +490,11 @@ def test_train_reward_model(script, lab, train, monkeypatch, capsys):
     read = lambda side: script.read_texts(judge, tokenizer, [x["prompt"] for x in pairs], [x[side] for x in pairs], 999)  # fmt: skip
     with torch.no_grad():
         assert (read("chosen") > read("rejected")).all()
-    state = script.load_checkpoint(Path("runs/x/checkpoint.pt"))
+    state = torch.load("runs/x/checkpoint.pt", weights_only=True)
     torch.save(state | {"step": 1}, "runs/x/checkpoint.pt")
     monkeypatch.setattr(script.module, "fit_reward_model", lambda *a: pytest.fail("trained again"))
     before = Path("runs/x/reward_model/model.safetensors").read_bytes()
-    assert train(resume=Path("runs/x"))["step"] == 2
+    assert train(resume="runs/x")["step"] == 2
     assert before == Path("runs/x/reward_model/model.safetensors").read_bytes()
 
 
@@ -502,20 +523,21 @@ def test_pairs_of_unknown_words(refused, tmp_path):
     refused("the tokenizer cannot take the text", train_reward_model="data.jsonl")
 
 
-@pytest.mark.parametrize("every, last", [(0, 2), (2, 1)])
-def test_a_failure_names_the_last_good_checkpoint(script, train, refused, tmp_path, every, last):
-    """A failure in the middle of a run, in training or evaluation, names a checkpoint that continues the run."""
+@pytest.mark.parametrize("every, step", [(0, 3), (2, 2)])
+def test_a_failure_names_the_last_good_checkpoint(script, train, refused, tmp_path, every, step):
+    """A failure in the middle of a run, in training or evaluation, names a checkpoint that continues the run; the step
+    that is evaluated is saved before."""
     fault = f"if call == 4: raise OSError('the disk is full')\n    {SKILL}"
     (tmp_path / "r.py").write_text(CALLS + fault)
-    words = (
-        f"r.py:f raised OSError: the disk is full; last good checkpoint: runs/x/checkpoint.pt, step {last}"
-    )
+    words = "the disk is full"
     said = refused(words, started=True, run_name="x", total_steps=4, save_every=1, eval_every=every)
-    assert said.startswith(f"stopped at step {last + 1}: --reward ")
+    assert said.startswith(f"stopped at step {step}: --reward r.py:f failed: OSError: the disk is full")
+    assert said.endswith("; last good checkpoint: runs/x/checkpoint.pt, step 2")
     (tmp_path / "r.py").write_text(CALLS + SKILL)
-    assert train(resume=Path("runs/x"))["step"] == 4
+    assert train(resume="runs/x")["step"] == 4
     (tmp_path / "r.py").write_text(CALLS + fault.replace("== 4", "== 2"))
-    refused("stopped at step 1: --reward r.py:f raised OSError: the disk is full; last good checkpoint: none", started=True)  # fmt: skip
+    said = refused("; last good checkpoint: none yet", started=True)
+    assert said.startswith("stopped at step 1: --reward r.py:f failed: OSError: the disk is full (r.py:")
 
 
 def test_a_learning_rate_that_is_far_too_large(refused):
@@ -533,22 +555,26 @@ def test_resume_and_run_name_refuse_what_does_not_fit(script, lab, train, refuse
     whole, state = good.read_bytes(), torch.load(good, weights_only=True)
     half = {**state, "step": 1}
     edits = dict(foreign={**state, "script": "grpo_rlhf"}, part=half, other=[1])
-    models = {name: x[:1] for name, x in state["models"].items()}
-    edits["swapped"] = half | {"models": models}
+    weights = {name: x[:1] for name, x in state["parts"]["model"].items()}
+    edits["swapped"] = half | {"parts": state["parts"] | {"model": weights}}
     for name, content in edits.items():
         shutil.copytree(tmp_path / "runs/done", tmp_path / "runs" / name)
         torch.save(content, tmp_path / "runs" / name / "checkpoint.pt")
     (tmp_path / "runs/cut").mkdir()
     (tmp_path / "runs/cut/checkpoint.pt").write_bytes(whole[: len(whole) // 2])
     for name, words in dict(
-        none="there is no checkpoint runs/none/checkpoint.pt", done="this run is finished, at step 2",
-        foreign=f"is not a whole checkpoint of {script.SCRIPT}.py", other="is not a whole checkpoint", cut="is not a whole checkpoint",
-        swapped="the checkpoint does not fit",
+        none="there is no checkpoint runs/none", done="runs/done is finished, at step 2: a larger total goes on",
+        foreign=f"is a checkpoint of grpo_rlhf.py, not of {script.SCRIPT}.py", other="is not a whole checkpoint", cut="is not a whole checkpoint",
+        swapped="runs/swapped/checkpoint.pt does not fit, in its part model",
     ).items():  # fmt: skip
-        refused(words, started=True, resume=Path("runs") / name)
+        refused(words, started=True, resume=f"runs/{name}")
     part = Path("runs/part")
     refused("--kl-coef 0.3 differs from the 0.05 of the run", started=True, resume=part, kl_coef=0.3)
     refused("--gamma 0.5 differs from the 1.0", started=True, resume=part, gamma=0.5)
+    refused(
+        "--clip-coef 0.2 differs from the 0.3", started=True, resume=part, clip_coef=0.2
+    )  # the script's default
+    refused("--total-steps 1 differs from the 2", started=True, resume=part, total_steps=1)
     refused("exists: choose another --run-name, or --resume runs/done", started=True, run_name="done")
     assert good.read_bytes() == whole
     for name in ("metrics.jsonl", "completions.jsonl"):  # a crash leaves more lines, the last in part
@@ -556,7 +582,7 @@ def test_resume_and_run_name_refuse_what_does_not_fit(script, lab, train, refuse
             file.write('{"step": 2, "losses/grad_norm": 1.0}\n{"step": 3, "lo')
     out = train(resume=part, clip_coef=0.3, device="cpu")  # values may be repeated
     assert out["step"] == 2 and out["folder"] == "runs/part"
-    assert [row["step"] for row in lines(part / "metrics.jsonl")] == [0, 1, 2]
+    assert [row["step"] for row in lines(part / "metrics.jsonl")] == [0, 1, 2, 2]
 
 
 def test_resume_gives_the_numbers_of_one_run(script, train, tmp_path, monkeypatch):
@@ -568,9 +594,8 @@ def test_resume_gives_the_numbers_of_one_run(script, train, tmp_path, monkeypatc
     with pytest.raises(script.UsageError, match="last good checkpoint: runs/again/checkpoint.pt, step 2"):
         train(run_name="again", **flags, save_every=2, eval_every=0)
     (tmp_path / "r.py").write_text(CALLS + SKILL)
-    train(resume=Path("runs/again"))
-    same = lambda row: {k: v for k, v in row.items() if not k.startswith(("time/", "charts/TPS"))}
-    whole, again = ([same(row) for row in lines(f"runs/{name}/metrics.jsonl")] for name in ("whole", "again"))
+    train(resume="runs/again")
+    whole, again = steps("whole"), steps("again")
     assert whole == again and len({row["charts/kl_coef"] for row in whole[1:]}) > 1
     coef, right = 0.05, []
     for row in whole[1:]:
@@ -578,6 +603,49 @@ def test_resume_gives_the_numbers_of_one_run(script, train, tmp_path, monkeypatc
         coef *= 1 + max(-0.2, min(0.2, row["losses/kl"] / 0.1 - 1)) * 4 / 20
     assert [row["charts/kl_coef"] for row in whole[1:]] == pytest.approx(right)
     assert [row["charts/learning_rate"] for row in whole[1:]] == pytest.approx([2e-4, 3e-4, 3e-4, 2e-4])
+
+
+@pytest.mark.parametrize("resume", ["runs/x", "runs/x/checkpoint.pt", "x"])
+def test_a_finished_run_can_be_trained_longer(script, train, capsys, resume):
+    """--resume with a larger total goes on where the run ended, at the rates that the longer schedule has there, and
+    says so; nothing is measured or trained again that comes before PPO."""
+    flags = dict(kl_target=0.1, kl_horizon=20, learning_rate=1e-3, warmup_steps=1)
+    train(run_name="x", **flags)
+    before = parts("x")
+    train(run_name="y", **flags, total_steps=4)
+    out = train(resume=resume, total_steps=4)
+    assert "2 steps become 4: schedules are of the longer run" in capsys.readouterr().out and out["step"] == 4
+    x, y = steps("x"), steps("y")
+    rate = "charts/learning_rate"
+    assert [row["step"] for row in x] == [0, 1, 2, 3, 4] and x[0] == y[0]
+    assert [row[rate] for row in x[3:]] == [row[rate] for row in y[3:]] and x[2][rate] == pytest.approx(5e-4)
+    assert parts("x")["norm"] == before["norm"] and parts("x")["kl_coef"] != before["kl_coef"]
+    assert x[3]["charts/kl_coef"] == before["kl_coef"] and "eval/score" in x[4]
+    prompts = [row["prompt"] for row in lines("runs/x/completions.jsonl")]
+    assert len(prompts) == 3 * 4 and Path("runs/x/model").is_dir()
+
+
+def test_a_new_run_starts_from_trained_weights(script, train, refused, lab, capsys):
+    """--start-from takes the weights of policy and value model and the score normalisation of a checkpoint, and nothing
+    else: optimiser, coefficient, steps and random numbers are those of a new run, and the KL is still to --policy."""
+    train(run_name="old", learning_rate=1e-2, warmup_steps=0, kl_target=0.1, kl_horizon=20, total_steps=4)
+    still = dict(learning_rate=1e-12, value_learning_rate=1e-12)
+    for start_from in ("old", "runs/old", "runs/old/checkpoint.pt"):
+        new = train(run_name=f"new-{start_from.count('/')}", start_from=Path(start_from), **still, seed=2)
+    train(run_name="other", **still, seed=2)
+    old, found, other = parts("old"), parts("new-0"), parts("other")
+    for name, weight in found["model"].items():
+        torch.testing.assert_close(weight, old["model"][name], atol=1e-9, rtol=0)
+    assert found["norm"] == old["norm"] != other["norm"]
+    assert found["kl_coef"] == 0.05 != old["kl_coef"] and torch.equal(found["shuffle"], other["shuffle"])
+    assert {float(x["step"]) for x in found["optimizer"]["state"].values()} == {4.0}
+    first = steps("new-0")[0]
+    assert (
+        first["step"] == 0 and new["step"] == 2 and first["eval/kl"] > 0.1 > abs(steps("other")[0]["eval/kl"])
+    )
+    assert steps("new-0")[1]["losses/kl"] != 0 and steps("new-0") == steps("new-1") == steps("new-2")
+    refused("there is no checkpoint nowhere", started=True, start_from=Path("nowhere"))
+    refused("does not fit, in its part model", started=True, start_from=Path("old"), lora_rank=2)
 
 
 def test_a_folder_that_cannot_be_made(refused, tmp_path):

@@ -7,6 +7,7 @@ import math
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -153,17 +154,34 @@ def seen(held_out=False):
     return [call for call in calls if (call[0][0][0] == "9") == held_out]
 
 
+CLOCK = ("charts/TPS", "charts/SPS", "time/rollout", "time/update", "time/cpu")
+
+
 def lines(out, kind="metrics"):
-    """metrics.jsonl without the numbers that depend on the clock."""
+    """metrics.jsonl, the lines of one step joined, without the numbers that depend on the clock; completions.jsonl."""
     rows = [json.loads(line) for line in open(Path(out["folder"]) / f"{kind}.jsonl")]
-    return [{k: v for k, v in row.items() if "time/" not in k and k != "charts/TPS"} for row in rows]
+    if kind == "completions":
+        return rows
+    steps = {}
+    for row in rows:
+        steps[row["step"]] = steps.get(row["step"], {}) | row
+    return [{k: v for k, v in row.items() if k not in CLOCK} for row in steps.values()]
 
 
 def checkpoint(out):
     return torch.load(Path(out["folder"]) / "checkpoint.pt", weights_only=True)
 
 
+def parts(out):
+    """What a checkpoint keeps, by name."""
+    return checkpoint(out)["parts"]
+
+
 def snapshot(x):
+    if hasattr(x, "policy") and hasattr(x, "critic"):  # the learner
+        return SimpleNamespace(**{name: snapshot(value) for name, value in vars(x).items()})
+    if hasattr(x, "respond"):  # the sampler
+        return SimpleNamespace(source=snapshot(x.source))
     if isinstance(x, dict):
         return {key: snapshot(value) for key, value in x.items()}
     if isinstance(x, (list, tuple)):
@@ -184,7 +202,8 @@ def record(script, monkeypatch):
 
     def start(*names):
         for name in names:
-            function = script.watch(name)
+            owner = script.find("Sampler") if name == "respond" else script.module
+            function = getattr(owner, name) if name == "respond" else script.watch(name)
 
             def recorder(*inputs, function=function, name=name, **named):
                 before = snapshot(tuple(script.as_ours(function, inputs, named)))
@@ -194,7 +213,7 @@ def record(script, monkeypatch):
                 events.append((name, before, snapshot(result)))
                 return result
 
-            monkeypatch.setattr(script.module, name, recorder)
+            monkeypatch.setattr(owner, name, recorder)
         return events
 
     yield start
@@ -318,14 +337,14 @@ def test_every_response_has_its_own_numbers(script, world, record, policy_name, 
 
     norm = {"mean": 0.0, "std": 1.0}
     if args.normalize_scores:  # the first responses, of the starting policy
-        (sampler, _, rows, *_), (batch, _) = next(
+        (_, rows, *_), (batch, _) = next(
             (inputs, result) for kind, inputs, result in events if kind == "respond"
         )
         raw = torch.tensor(raw_of(rows, responses_of(batch)))
         assert len(raw) == args.normalize_scores and len({row["prompt"] for row in rows}) == 20
         assert all(row["prompt"][0] != "9" for row in rows)
         norm = {"mean": raw.mean().item(), "std": raw.std().item()}
-        assert checkpoint(out)["norm"] == pytest.approx(norm, rel=1e-4)
+        assert parts(out)["norm"] == pytest.approx(norm, rel=1e-4)
     coef, kinds, prompts = args.kl_coef, set(), []
     calls = zip(
         [(i, r) for kind, i, r in events if kind == "sample_batch"],
@@ -333,8 +352,8 @@ def test_every_response_has_its_own_numbers(script, world, record, policy_name, 
         inputs_of(events, "compute_gae"), lines(out)[1:], strict=True,
     )  # fmt: skip
     for number, ((inputs, (batch, _)), (shaping, shaped), gae, row) in enumerate(calls):
-        policy, critic, rows = inputs[1], inputs[3], inputs[5]
-        responses = responses_of(batch)
+        learner, _, rows, _ = inputs
+        policy, critic, responses = learner.policy, learner.critic, responses_of(batch)
         raw = raw_of(rows, responses)
         assert batch["rewards"].tolist() == pytest.approx(raw, abs=1e-4)
         assert batch["prompts"] == [ids_of(r["prompt"]) for r in rows]
@@ -376,7 +395,7 @@ def test_every_response_has_its_own_numbers(script, world, record, policy_name, 
     assert kinds >= {(1, True), (3, True), (6, True), (6, False)}, kinds
     assert len(set(prompts[:28])) == 28 and not {p for p in prompts if p[0] == "9"}
     assert args.kl_target is None or coef != args.kl_coef
-    names = set(checkpoint(out)["models"])
+    names = set(parts(out)["model"])
     if args.lora_rank:
         assert all("lora_" in name or name.startswith("critic.") for name in names) and len(names) > 20
     else:
@@ -387,7 +406,7 @@ def minibatches_of(events):
     """Of each training step: the batch, and of each minibatch its calls; the last may lack its optimiser step."""
     for kind, inputs, _ in events:
         if kind == "begin update_models":
-            batch, steps = inputs[3], [[]]
+            batch, steps = inputs[2], [[]]
         elif kind in ("policy_loss", "value_loss"):
             steps[-1].append((kind, inputs))
         elif kind == "step":
@@ -479,9 +498,9 @@ def test_update_equals_the_textbook(script, world, record, norm):
     shuffle = torch.Generator().manual_seed(int(script.streams(1)[2].generate_state(1)[0]))
     rates = inputs_of(events, "step")
     assert len(rates) == 8 and all(rate == pytest.approx([2e-3, 1.5e-3]) for rate in rates)
-    coef, norm_, found = 0.3, checkpoint(out)["norm"], []
+    coef, norm_, found = 0.3, parts(out)["norm"], []
     for inputs, (batch, _) in [(i, r) for kind, i, r in events if kind == "sample_batch"]:
-        rows, responses = inputs[5], responses_of(batch)
+        rows, responses = inputs[2], responses_of(batch)
         raw = [
             plain_score(judge, tokenizer, row["prompt"], text_of(response))
             for row, (response, _) in zip(rows, responses)
@@ -503,7 +522,7 @@ def test_update_equals_the_textbook(script, world, record, norm):
                 found.append([losses[0].item(), losses[1].item(), *losses[2:], *norms])
         k1 = sum((one["logps"] - one["ref_logps"]).sum().item() for one in right) / 16
         coef *= 1 + min(max(k1 / 1.0 - 1, -0.2), 0.2) * 16 / 40
-    trained = checkpoint(out)["models"]
+    trained = parts(out)["model"]
     for name, model in (("policy", policy), ("critic", critic)):
         error = torch.cat([(trained[f"{name}.{n}"] - p).abs().flatten() for n, p in model.named_parameters()])
         assert (error < 2e-5).float().mean() > 0.99 and error.mean() < 5e-6, error.sort().values[-20:]
@@ -511,7 +530,7 @@ def test_update_equals_the_textbook(script, world, record, norm):
     for name, value in zip(names, torch.tensor(found).mean(0).tolist()):
         assert out[f"losses/{name}"] == pytest.approx(value, rel=5e-3, abs=1e-4), name
     assert min(min(f[4:]) for f in found) > 0.05 and out["losses/clipfrac"] > 0.02
-    assert out["charts/updates"] == 4 and checkpoint(out)["kl_coef"] == pytest.approx(coef, rel=1e-4)
+    assert out["charts/updates"] == 4 and parts(out)["kl_coef"] == pytest.approx(coef, rel=1e-4)
 
 
 class Gradients:
@@ -541,7 +560,8 @@ def test_gradient_of_a_step_does_not_depend_on_the_cut(script, world, record, va
         script, world, reward_model="judge", max_grad_norm=1e9, update_epochs=1, **script.new_terms_off()
     )
     args.value_clip = value_clip
-    policy, critic, rows, responses = inputs[1], inputs[3], inputs[5], responses_of(batch)
+    learner, _, rows, _ = inputs
+    policy, critic, responses = learner.policy, learner.critic, responses_of(batch)
     noise = lambda size: torch.randn(batch["logps"].shape, generator=generator(8)) * size * batch["mask"]
     batch["logps"], batch["values"] = batch["logps"] + noise(0.3), batch["values"] + noise(0.3)
     names = ("logps", "values", "advantages", "returns")
@@ -566,7 +586,7 @@ def test_gradient_of_a_step_does_not_depend_on_the_cut(script, world, record, va
             policy.gradient_checkpointing_enable({"use_reentrant": False})
             critic.gradient_checkpointing_enable({"use_reentrant": False})
         found = Gradients(policy, critic)
-        script.update_models(policy, critic, found, batch | extra, generator(), args)
+        script.update_models(learner, found, batch | extra, generator(), args)
         for a, b in itertools.product(range(2), range(2)):
             assert_close(found.steps[a][b], expected.steps[a][b], atol=2e-5, rtol=1e-3)
             assert expected.steps[a][b].abs().max() > 0.01
@@ -622,7 +642,7 @@ def test_without_a_kl_coefficient_there_is_no_reference(script, world, record):
     """--kl-coef 0 keeps and asks no reference, and shapes no reward with one."""
     events = record("sample_batch", "for_all")
     out = train(script, world, kl_coef=0.0, total_steps=2)
-    assert all(inputs[2] is None for inputs in inputs_of(events, "sample_batch"))
+    assert all(learner.reference is None for learner, *_ in inputs_of(events, "sample_batch"))
     assert len(inputs_of(events, "for_all")) == 4  # policy and critic, twice
     assert out["losses/kl"] == 0 and not [name for name in lines(out)[0] if "kl" in name]
 
@@ -736,8 +756,8 @@ def test_where_the_value_model_starts(script, world, record, policy_name, reward
     events = record("sample_batch")
     flags = {"reward_model": reward_model} if reward_model else {}
     out = train(script, world, policy=policy_name, total_steps=1, **flags)
-    critic = inputs_of(events, "sample_batch")[0][3]
-    weights, trained = dict(critic.named_parameters()), checkpoint(out)["models"]
+    critic = inputs_of(events, "sample_batch")[0][0].critic
+    weights, trained = dict(critic.named_parameters()), parts(out)["model"]
     assert {n[7:] for n in trained if n.startswith("critic.")} == set(weights)
     if (policy_name, reward_model) == ("llama", "judge"):
         expected = dict(load(script, world, "judge")[1].named_parameters())
@@ -827,33 +847,31 @@ def test_a_reward_model_trained_in_the_run(script, world, record):
     tokenizer, judge = script.load_classifier("runs/x/reward_model")
     inputs = inputs_of(events, "sample_batch")
     batches = [batch for batch, _ in results_of(events, "sample_batch")]
-    assert all(torch.equal(p, q) for p, q in zip(inputs[0][3].parameters(), judge.parameters()))
+    assert all(torch.equal(p, q) for p, q in zip(inputs[0][0].critic.parameters(), judge.parameters()))
     for call, batch in zip(inputs, batches, strict=True):
-        texts = zip(call[5], responses_of(batch))
+        texts = zip(call[2], responses_of(batch))
         right = [plain_score(judge, tokenizer, row["prompt"], text_of(r)) for row, (r, _) in texts]
         assert batch["rewards"].tolist() == pytest.approx(right, abs=1e-4)
     assert lines(out)[0]["reward_model/accuracy"] >= 0.8
 
 
-def test_pairs_of_the_small_world_follow_the_preference(script, monkeypatch):
+def test_pairs_of_the_small_world_follow_the_preference(script):
     """The chosen answer is the better one in the share that the sigmoid of the difference says; no pair has equal
     answers, both are answers to its prompt."""
     said = []
 
-    def answers(model, tokenizer, rows, copies, *rest):
-        functions = rest[2]
+    def answers(rows, copies, *rest):
         texts = [f" farmer helps {'gladly' if (i // 2 + i) % 2 else 'badly'}" for i in range(2 * len(rows))]
         texts[:20] = [" farmer"] * 20
         repeated = [row["prompt"] for row in rows for _ in range(2)]
         scores = [float(text.endswith("gladly")) for text in texts]
         said.extend(zip(repeated, texts))
-        assert copies == 2 and list(functions) == ["preference"]
+        assert copies == 2
         return {"rewards": torch.tensor(scores)}, texts
 
-    monkeypatch.setattr(script.module, "respond", answers)
     rows, rng = [{"prompt": f"p{i}"} for i in range(500)], script.np.random.default_rng(0)
-    args = script.Args()
-    pairs = script.sample_pairs(None, None, rows, 4000, [1], generator(), rng, args)
+    sampler = SimpleNamespace(task=SimpleNamespace(rows=rows), respond=answers)
+    pairs = script.sample_pairs(sampler, rng, script.Args(num_pairs=4000))
     count = 4000 - 10 * len(range(0, 4000, 256))
     assert len(pairs) == count and len(said) == 8000
     right = sum(p["chosen"].endswith("gladly") for p in pairs) / count
@@ -886,9 +904,12 @@ def test_a_missing_score_is_told(script, world, reward):
 
 def equal_runs(a, b):
     """Weights, optimiser state, random streams, coefficients, metrics and completions agree to the bit."""
-    flat = lambda x: [y for v in x.values() for y in (flat(v) if isinstance(v, dict) else [v])] if x else []
-    states = [{k: v for k, v in checkpoint(out).items() if k != "args"} for out in (a, b)]
-    for x, y in zip(*map(flat, states), strict=True):
+
+    def flat(x):
+        values = x.values() if isinstance(x, dict) else x if isinstance(x, list) else None
+        return [x] if values is None else [y for value in values for y in flat(value)]
+
+    for x, y in zip(*(flat(parts(out)) for out in (a, b)), strict=True):
         assert torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y
     assert lines(a) == lines(b) and lines(a, "completions") == lines(b, "completions")
 
@@ -896,7 +917,7 @@ def equal_runs(a, b):
 KEYS = """losses/policy_loss losses/value_loss losses/approx_kl losses/clipfrac losses/grad_norm losses/value_grad_norm
 losses/kl losses/kl_per_token losses/entropy losses/mismatch losses/explained_variance charts/score charts/objective
 charts/response_length charts/eos_share charts/distinct charts/tokens charts/updates charts/learning_rate charts/kl_coef
-charts/TPS time/rollout time/update"""
+charts/TPS charts/SPS time/rollout time/update time/cpu"""
 EVAL = "score eos_share response_length kl distinct distinct_2"
 
 
@@ -911,14 +932,14 @@ def test_same_seed_same_run(script, world):
     d = train(script, world, run_name="d", eval_every=1)
     strip = lambda rows: [{k: v for k, v in row.items() if not k.startswith("eval/")} for row in rows]
     assert strip(lines(a)) == strip(lines(d)) and all("eval/score" in row for row in lines(d))
-    weights = checkpoint(a)["models"]
-    assert all(torch.equal(p, weights[name]) for name, p in checkpoint(d)["models"].items())
+    weights = parts(a)["model"]
+    assert all(torch.equal(p, weights[name]) for name, p in parts(d)["model"].items())
     rows = [json.loads(line) for line in open("runs/a/metrics.jsonl")]
-    assert [row["step"] for row in rows] == [0, 1, 2, 3]
-    evaluated = {f"eval/{name}" for name in EVAL.split()}
-    assert set(rows[0]) == {"step"} | evaluated
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 3]
+    evaluated = {"step", *(f"eval/{name}" for name in EVAL.split())}
+    assert set(rows[0]) - set(CLOCK) == evaluated
     if script.own:
-        assert set(rows[2]) == {"step", *KEYS.split()} and set(rows[3]) == set(rows[2]) | evaluated
+        assert set(rows[2]) == set(rows[3]) == {"step", *KEYS.split()} and set(rows[4]) == evaluated
     assert rows[1]["losses/approx_kl"] > 0 and rows[1]["losses/mismatch"] < 1e-5
     assert {p for prompts, *_ in seen(held_out=True) for p in prompts} == {f"9{i}=" for i in range(6)}
     last = seen(held_out=True)[-1][2]
@@ -952,11 +973,11 @@ def test_stopped_and_resumed_equals_uninterrupted(script, world, how, flags):
         train(script, world, **flags)
     assert stop.value.code == (128 + signal.SIGTERM if how == "signal" else 7) and not os.path.exists("stop")
     state = torch.load("runs/x/checkpoint.pt", weights_only=True)
-    assert state["step"] == (4 if how == "raise" else 3) and state["norm"]["mean"] != 0
-    assert (state["kl_coef"] != 0.3) == ("kl_target" in flags or "lora_rank" in flags)
+    assert state["step"] == (4 if how == "raise" else 3) and state["parts"]["norm"]["mean"] != 0
+    assert (state["parts"]["kl_coef"] != 0.3) == ("kl_target" in flags or "lora_rank" in flags)
     with open("runs/x/metrics.jsonl", "a") as file:
         file.write('{"step": 99}\n{"step": 4, "losses/po')  # later and torn lines must go
-    resumed = script.main(script.Args(resume=Path("runs/x"), device="cpu"))
+    resumed = script.main(script.parse_args(["--resume", "runs/x", "--device", "cpu"]))
     equal_runs(whole, resumed)
 
 
@@ -974,12 +995,12 @@ def test_nan_stops_the_run_and_keeps_the_good_checkpoint(script, world, monkeypa
             message = f"stopped at step 3: the gradient .*runs/{name}/checkpoint.pt, step 2"
             with pytest.raises(FloatingPointError, match=message):
                 train(script, world, save_every=1, run_name=name)
-        state = checkpoint({"folder": f"runs/{name}"})
-        assert state["step"] == 2 and all(p.isfinite().all() for p in state["models"].values())
+        state = torch.load(f"runs/{name}/checkpoint.pt", weights_only=True)
+        assert state["step"] == 2 and all(p.isfinite().all() for p in state["parts"]["model"].values())
 
-    def poison(model, *rest):
-        next(model.parameters()).data.fill_(math.nan)
-        return rollout(model, *rest)
+    def poison(learner, *rest):
+        next(learner.policy.parameters()).data.fill_(math.nan)
+        return rollout(learner, *rest)
 
     monkeypatch.setattr(script.module, "sample_batch", poison)
     with pytest.raises(FloatingPointError, match="stopped at step 1: .*logits .* none yet"):
@@ -991,9 +1012,11 @@ def test_the_bfloat16_sampler_has_the_weights_of_the_policy(script, world, recor
     come from the float32 weights under autocast."""
     events = record("sample_batch")
     out = train(script, world, dtype="bfloat16")
-    for sampler, policy, _, critic, *_ in inputs_of(events, "sample_batch"):
-        assert all(torch.equal(a, b.bfloat16()) for a, b in zip(sampler.parameters(), policy.parameters()))
-        assert all(p.dtype == torch.float32 for m in (policy, critic) for p in m.parameters())
+    for learner, sampler, *_ in inputs_of(events, "sample_batch"):
+        copied, policy = sampler.source.parameters(), learner.policy.parameters()
+        assert all(torch.equal(a, b.bfloat16()) for a, b in zip(copied, policy, strict=True))
+        models = learner.policy, learner.critic
+        assert all(p.dtype == torch.float32 for model in models for p in model.parameters())
     assert 0 < out["losses/mismatch"] < 0.1
 
 
@@ -1019,7 +1042,7 @@ def test_saved_model_is_the_trained_one(script, world, record, lora_rank):
     folder = train(script, world, learning_rate=2e-2, lora_rank=lora_rank)["folder"]
     model = transformers.AutoModelForCausalLM.from_pretrained(f"{folder}/model").eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(f"{folder}/model")
-    first, last = (inputs[1] for inputs in inputs_of(events, "evaluate_policy"))
+    first, last = (learner.policy for learner, *_ in inputs_of(events, "evaluate_policy"))
     ids = tokenizer("1234=567").input_ids
     with torch.no_grad():
         found, right, old = (m(torch.tensor([ids])).logits for m in (model, last, first))
@@ -1037,7 +1060,7 @@ def test_dropout_is_off_and_checkpointing_changes_nothing(script, world, monkeyp
     for name, flags in (("gpt2", {}), ("dropout", {}), ("dropout", dict(gradient_checkpointing=True))):
         calls.clear()
         out = train(script, world, policy=name, total_steps=2, run_name=f"{len(weights)}", **flags)
-        weights.append(checkpoint(out)["models"])
+        weights.append(parts(out)["model"])
         counts.append(len(calls))
     assert all(torch.equal(p, weights[0][name]) for name, p in weights[1].items())
     error = torch.cat([(p - weights[0][name]).abs().flatten() for name, p in weights[2].items()])
@@ -1125,7 +1148,7 @@ def test_the_small_world_learns(script, monkeypatch, record):
     rows = lines(out)
     assert rows[0]["reward_model/accuracy"] >= 0.5 and "reward_model/noiseless" in rows[0]
     score = [row["charts/score"] for row in rows[1:]]
-    spread = checkpoint(out)["norm"]["std"]
+    spread = parts(out)["norm"]["std"]
     assert sum(score[-3:]) / 3 > sum(score[:3]) / 3 + 0.5 * spread, (score, spread)
     assert rows[-1]["eval/score"] > rows[0]["eval/score"] + 0.3 * spread
     assert all(f"eval/{name}" in rows[0] for name in [*EVAL.split(), "true_preference"])
@@ -1135,7 +1158,12 @@ def test_the_small_world_learns(script, monkeypatch, record):
     ((known, held_out),) = results_of(events, "prompts_of")
     held_out, known = ({row["prompt"] for row in part} for part in (held_out, known))
     assert len(held_out) == 64 and not held_out & known and all(map(held, held_out))
-    used = {row["prompt"] for inputs in inputs_of(events, "sample_batch") for row in inputs[5]}
-    used |= {pair["prompt"] for pair in results_of(events, "sample_pairs")[0]}
+    used = {row["prompt"] for inputs in inputs_of(events, "sample_batch") for row in inputs[2]}
+    (pairs,) = results_of(events, "sample_pairs")
+    for pair in pairs:
+        prompts, sides = [pair["prompt"]] * 2, [pair["chosen"], pair["rejected"]]
+        better, worse = script.hidden_preference(prompts, sides, [{}] * 2)
+        assert pair["truth"] == better - worse
+    used |= {pair["prompt"] for pair in pairs}
     assert used <= known and len(used) > 400 and not any(map(held, known))
     assert len(asked) == 60 * 32 and sum(trained) == 60 * 32 - sum(asked) and sum(asked) > 50

@@ -13,13 +13,12 @@ import crew
 import numpy as np
 import pytest
 import torch
-from test_loop_ppo import arguments, lines, responses_of, snapshot, text_of, world  # noqa: F401
+from test_loop_ppo import CLOCK, STOPS, arguments, lines, responses_of, snapshot, text_of, world  # noqa: F401
 from torch.testing import assert_close
 
 from conftest import Script
 
 pytestmark = pytest.mark.setting("ppo_rlhf")
-CLOCK = ("time/rollout", "time/update", "charts/TPS")
 KILLER = """
 import os
 def mortal(prompts, completions, rows):
@@ -35,14 +34,14 @@ def mortal(prompts, completions, rows):
 # ---- what runs in each process ----
 
 
-def answers(prompts, copies, max_new_tokens, temperature, eos_ids, generator):
-    """In the place of sampling: to each prompt always the same response, of 1 to max_new_tokens tokens."""
-    tokens = torch.full((len(prompts), max_new_tokens), 2)
+def answers(sampler, prompts, *rest):
+    """In the place of sampling: to each prompt always the same response, of 1 to 6 tokens."""
+    tokens = torch.full((len(prompts), 6), 2)
     for row, prompt in zip(tokens, prompts):
         rng = np.random.default_rng(prompt)
-        row[:] = torch.from_numpy(rng.choice([2, 3, 4, 5, 6, 7, 8, 10, 11, 12], size=max_new_tokens))
+        row[:] = torch.from_numpy(rng.choice([2, 3, 4, 5, 6, 7, 8, 10, 11, 12], size=6))
         length = int(rng.geometric(0.45))
-        row[length - 1 : length] = int(rng.choice(eos_ids))  # none if the length is beyond the end
+        row[length - 1 : length] = int(rng.choice(STOPS))  # none if the length is beyond the end
     return tokens, -tokens / 5, tokens / 10
 
 
@@ -51,18 +50,17 @@ def run(script, rank, flags, fixed=False, fault=None):
     `fault(module, patch, batches)` breaks something first."""
     module, notes = script.module, {"responses": [], "batches": [], "weights": [], "fitted": 0}
     with pytest.MonkeyPatch.context() as patch:
-        respond, sample, fit = module.respond, module.sample_batch, module.fit_reward_model
+        respond, sample, fit = module.Sampler.respond, module.sample_batch, module.fit_reward_model
 
         def note_response(*inputs):
             batch, texts = respond(*inputs)
-            notes["responses"].append(([row["prompt"] for row in inputs[2]], texts, snapshot(batch)))
+            notes["responses"].append(([row["prompt"] for row in inputs[1]], texts, snapshot(batch)))
             return batch, texts
 
-        def note_batch(*inputs):
-            notes["weights"].append(
-                [p.detach().clone() for m in (inputs[1], inputs[3]) for p in m.parameters()]
-            )
-            batch, charts = sample(*inputs)
+        def note_batch(learner, *inputs):
+            models = learner.policy, learner.critic
+            notes["weights"].append([p.detach().clone() for model in models for p in model.parameters()])
+            batch, charts = sample(learner, *inputs)
             notes["batches"].append(snapshot(batch))
             return batch, charts
 
@@ -70,15 +68,16 @@ def run(script, rank, flags, fixed=False, fault=None):
             notes["fitted"] += 1
             return fit(*inputs)
 
-        patch.setattr(module, "respond", note_response)
+        patch.setattr(module.Sampler, "respond", note_response)
         patch.setattr(module, "sample_batch", note_batch)
         patch.setattr(module, "fit_reward_model", note_fit)
         if fixed:
-            patch.setattr(module, "generate", lambda model, *inputs: answers(*inputs))
+            patch.setattr(module.Sampler, "generate", answers)
         if fault:
             fault(module, patch, notes["batches"])
         try:
-            out = module.main(module.Args(**flags))
+            words = [f"--{name}={value}" for name, value in flags.items()]
+            out = module.main(module.parse_args(words) if flags.get("resume") else module.Args(**flags))
             notes["out"] = {name: value for name, value in out.items() if name not in CLOCK}
         except (Exception, SystemExit) as error:
             notes["error"] = [type(error).__name__, str(error)]
@@ -93,14 +92,14 @@ def nan_gradient(module, patch, batches):
 
 def nan_weights(module, patch, batches):
     """In the third batch."""
-    generate = module.generate
+    generate = module.Sampler.generate
 
-    def poisoned(model, *inputs):
+    def poisoned(sampler, *inputs):
         if len(batches) == 2:
-            next(model.parameters()).data.fill_(float("nan"))
-        return generate(model, *inputs)
+            next(sampler.source.parameters()).data.fill_(float("nan"))
+        return generate(sampler, *inputs)
 
-    patch.setattr(module, "generate", poisoned)
+    patch.setattr(module.Sampler, "generate", poisoned)
 
 
 def signalled(module, patch, batches):
@@ -132,10 +131,10 @@ def drifted_weights(module, patch, batches):
     """The policy moves on its own in the second update."""
     update = module.update_models
 
-    def drift(policy, *inputs):
+    def drift(learner, *inputs):
         if len(batches) == 2:
-            next(policy.parameters()).data[0] += 1e-3
-        return update(policy, *inputs)
+            next(learner.policy.parameters()).data[0] += 1e-3
+        return update(learner, *inputs)
 
     patch.setattr(module, "update_models", drift)
 
@@ -209,7 +208,7 @@ def two(script, world, tmp_path_factory):  # noqa: F811
         *fixed_runs(script, world)[:1],
         ("whole", flags_of(script, world, "whole", **stop), False, None),
         ("stopped", flags_of(script, world, "stopped", **stop), False, "signalled"),
-        ("resumed", dict(resume=Path("runs/stopped"), device="cpu"), False, None),
+        ("resumed", dict(resume="runs/stopped", device="cpu"), False, None),
         make("same", **same),
         make("trained", **trained),
         broken("elsewhere", "other_weights", kl_coef=0.0),
@@ -252,9 +251,9 @@ def test_processes_make_the_update_of_one(script, one, request, size, name):
                 rank,
                 key,
             )
-    found, expected = checkpoint(folder, name), checkpoint(base, name)
-    for key, weight in expected["models"].items():
-        assert_close(found["models"][key], weight, atol=1e-6, rtol=0.0, msg=key)
+    found, expected = checkpoint(folder, name)["parts"], checkpoint(base, name)["parts"]
+    for key, weight in expected["model"].items():
+        assert_close(found["model"][key], weight, atol=1e-6, rtol=0.0, msg=key)
     assert found["kl_coef"] == pytest.approx(expected["kl_coef"], rel=1e-5) and expected["kl_coef"] != 0.3
     assert found["norm"] == pytest.approx(expected["norm"], rel=1e-5)
     for kind in ("metrics", "completions"):
@@ -297,7 +296,7 @@ def test_metrics_are_of_all_processes_and_the_same_on_each(two):
     training = [[r for r in note["responses"] if r[0][0][0] != "9"] for note in notes]
     raw = torch.cat([ranks[0][2]["rewards"] for ranks in training])
     norm = {"mean": raw.mean().item(), "std": raw.std().item()}
-    state, coef = checkpoint(folder, "whole"), 0.3
+    state, coef = checkpoint(folder, "whole")["parts"], 0.3
     assert len(raw) == 20 and state["norm"] == pytest.approx(norm, rel=1e-5)
     for step in range(1, 5):
         parts = [ranks[step] for ranks in training]
@@ -371,9 +370,9 @@ def test_a_signal_to_one_process_stops_all_at_one_step(two):
     for whole, stopped, resumed in zip(*(notes[name] for name in ("whole", "stopped", "resumed"))):
         for right, found in zip(whole["batches"], stopped["batches"] + resumed["batches"], strict=True):
             assert all(torch.equal(x, found[key]) for key, x in right.items() if key != "prompts")
-    states = [checkpoint(folder, name) for name in ("whole", "stopped")]
-    assert all(torch.equal(p, states[1]["models"][name]) for name, p in states[0]["models"].items())
-    assert torch.equal(*(state["tokens"] for state in states)) and len(states[0]["tokens"]) == 2
+    states = [checkpoint(folder, name)["parts"] for name in ("whole", "stopped")]
+    assert all(torch.equal(p, states[1]["model"][name]) for name, p in states[0]["model"].items())
+    assert all(map(torch.equal, *(state["tokens"] for state in states))) and len(states[0]["tokens"]) == 2
     assert not torch.equal(*states[0]["tokens"])
     for kind in ("metrics", "completions"):
         whole, resumed = (lines({"folder": folder / "runs" / name}, kind) for name in ("whole", "stopped"))
@@ -383,10 +382,10 @@ def test_a_signal_to_one_process_stops_all_at_one_step(two):
 def test_another_number_of_processes_is_refused(script, two, three, monkeypatch):
     """At --resume; and fewer prompts than processes, on each of them in one sentence."""
     monkeypatch.chdir(two[0])
-    with pytest.raises(script.UsageError, match="runs/whole: .*finished"):
-        script.main(script.Args(resume=Path("runs/whole"), device="cpu"))
-    with pytest.raises(script.UsageError, match="runs/nan: this is a run of 2 processes, not of 1"):
-        script.main(script.Args(resume=Path("runs/nan"), device="cpu"))
+    with pytest.raises(script.UsageError, match="runs/whole is finished"):
+        script.main(script.parse_args(["--resume", "runs/whole", "--device", "cpu"]))
+    with pytest.raises(script.UsageError, match="--resume goes on with a run of 2 processes, not of 1"):
+        script.main(script.parse_args(["--resume", "runs/nan", "--device", "cpu"]))
     text = "--num-prompts 2: that is less than one for each of the 3 processes"
     assert [note["error"] for note in three[1]["few"]] == [["UsageError", text]] * 3
 
@@ -407,7 +406,7 @@ def test_nan_on_one_process_ends_all(two):
             f"runs/{name}/checkpoint.pt, step 2"
         )
         state = checkpoint(folder, name)
-        assert state["step"] == 2 and all(p.isfinite().all() for p in state["models"].values())
+        assert state["step"] == 2 and all(p.isfinite().all() for p in state["parts"]["model"].values())
 
 
 def test_a_killed_process_ends_all(script, world, tmp_path):  # noqa: F811
@@ -445,5 +444,5 @@ def test_a_killed_process_ends_all(script, world, tmp_path):  # noqa: F811
     assert time.time() - died < 60, f"{time.monotonic() - begun:.0f} s in all"
     assert "stopped at step 3: " in done.stderr and "runs/x/checkpoint.pt, step 2" in done.stderr, done.stderr
     state = checkpoint(tmp_path, "x")
-    assert state["step"] == 2 and len(state["tokens"]) == 2
+    assert state["step"] == 2 and len(state["parts"]["tokens"]) == 2
     assert [row["step"] for row in lines({"folder": tmp_path / "runs" / "x"})] == [0, 1, 2]
