@@ -838,8 +838,7 @@ class Run:
             print(f"finished: {self.folder / 'checkpoint.pt'}")
         ended = isinstance(error, RuntimeError) and dist.is_initialized()  # another process did
         if ended or isinstance(error, (UsageError, FloatingPointError)):
-            good = self.folder / "checkpoint.pt"
-            kept = f"{good}, step {load_checkpoint(good)['step']:,}" if good.exists() else "none yet"
+            kept = f"{self.folder / 'checkpoint.pt'}, step {self.saved:,}" if self.saved else "none yet"
             text = f"stopped at step {self.step:,}: {error}; last good checkpoint: {kept}"
             raise (ConnectionError if ended else kind)(text) from error
 
