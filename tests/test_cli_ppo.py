@@ -217,15 +217,12 @@ def test_help_explains_every_flag(script, capsys, monkeypatch):
     shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
     source = script.path.read_text()
     (body,) = (x.body for x in ast.parse(source).body if getattr(x, "name", "") == "Args")
-    told = {
-        a.target.id: source.splitlines()[a.lineno - 1].partition("  # ")[2]
-        for a in body
-        if isinstance(a, ast.AnnAssign)
-    }
+    fields = {a.target.id: source.splitlines()[a.lineno - 1] for a in body if isinstance(a, ast.AnnAssign)}
+    told = {name: line.partition("  # ")[2] for name, line in fields.items() if "  # " in line}
     assert end.value.code == 0
     assert not script.own or set(told) == {field.name for field in dataclasses.fields(script.Args)}
     for name, words in told.items():
-        assert f"--{name.replace('_', '-')}" in shown and words and " ".join(words.split()[:4]) in shown
+        assert f"--{name.replace('_', '-')}" in shown and " ".join(words.split()[:4]) in shown
 
 
 @pytest.mark.parametrize("argv, words", [
