@@ -35,15 +35,15 @@ MUTANTS = [
     (
         "the reference is the model that is trained",
         "B88, huggingface/trl #1340",
-        "frozen = copy.deepcopy(model).requires_grad_(False)",
-        "frozen = model",
+        "else copy.deepcopy(model).requires_grad_(False)\n\n\nclass Weights",
+        "else model\n\n\nclass Weights",
         "test_reference_is",
     ),
     (
         "the reference keeps its adapters",
         "B88, huggingface/trl #495",
-        "    with model.disable_adapter():\n        yield model",
-        "    yield model",
+        "        with self.model.disable_adapter():\n            return self.model(**inputs)",
+        "        return self.model(**inputs)",
         "test_reference_is",
     ),
     (
@@ -85,8 +85,8 @@ MUTANTS = [
     (
         "padding is attended to",
         "B62",
-        "attention_mask=mask.long(), position_ids=position, use_cache=True, logits",
-        "attention_mask=torch.ones_like(mask).long(), position_ids=position, use_cache=True, logits",
+        "inputs = dict(attention_mask=mask.long(), position_ids=position, use_cache=True)\n        last",
+        "inputs = dict(attention_mask=torch.ones_like(mask).long(), position_ids=position, use_cache=True)\n        last",
         "test_sampled_logps",
     ),
     (
@@ -113,8 +113,8 @@ MUTANTS = [
     (
         "copies of prompts in another order",
         "B118, huggingface/trl #2824",
-        "x.repeat_interleave(copies, 0) for x in (out",
-        "x.repeat(copies, *[1] * (x.dim() - 1)) for x in (out",
+        "x.repeat_interleave(copies, 0) for x in kept",
+        "x.repeat(copies, *[1] * (x.dim() - 1)) for x in kept",
         "test_sampled_logps",
     ),
     (
@@ -162,8 +162,8 @@ MUTANTS = [
     (
         "a stop token is forced onto the end",
         "B68, OpenRLHF/OpenRLHF #238",
-        "    return tokens, logps, entropies\n",
-        "    tokens[:, -1] = eos_ids[0]\n    return tokens, logps, entropies\n",
+        "        return tokens, logps, entropies\n\n    def respond",
+        "        tokens[:, -1] = stops[0]\n        return tokens, logps, entropies\n\n    def respond",
         "test_sampled_logps",
     ),
     (
@@ -176,8 +176,8 @@ MUTANTS = [
     (
         "the stop token is not trained",
         "B67, huggingface/trl #3750",
-        '    out = {"tokens": tokens, "mask": mask,',
-        '    mask = mask & ~stop | ~mask.any(1, keepdim=True)\n    out = {"tokens": tokens, "mask": mask,',
+        '        out = {"tokens": tokens, "mask": mask,',
+        '        mask = mask & ~stop | ~mask.any(1, keepdim=True)\n        out = {"tokens": tokens, "mask": mask,',
         "test_every_stop_id",
     ),
     (
@@ -232,15 +232,15 @@ MUTANTS = [
     (
         "evaluation draws from the training stream",
         "",
-        "greedy, texts = respond(",
-        "torch.manual_seed(0); args.seed += 1; greedy, texts = respond(",
+        "greedy, texts = sampler.respond(",
+        "torch.manual_seed(0); args.seed += 1; greedy, texts = sampler.respond(",
         "test_same_seed",
     ),
     (
         "evaluation draws other numbers each time",
         "",
-        "generator = own_generator(streams(args.seed)[3], rank, device)",
-        "generator = torch.Generator(device).manual_seed(time.time_ns() % 2**31)",
+        "generator = own_generator(streams(args.seed)[3], rank, sampler.generator.device)",
+        "generator = torch.Generator().manual_seed(time.time_ns() % 2**31)",
         "test_stopped_and_resumed",
     ),
     # update: section 6
@@ -474,77 +474,83 @@ MUTANTS = [
     (
         "self-check of log-probabilities is gone",
         "",
-        'raise UsageError(f"{told}; {hint}")',
+        'raise UsageError(f"{fault}; {hint}")',
         "pass",
         "test_self_check",
     ),
     ("self-check of the reference is gone", "B88", "if distance > 1e-4:", "if False:", "test_self_check"),
     # runs and main: sections 7 and 8
-    ("a checkpoint is written in place", "", 'path.with_suffix(".tmp")', "path", "test_half_written"),
+    (
+        "a checkpoint is written in place",
+        "",
+        'self.folder / "checkpoint.tmp"',
+        'self.folder / "checkpoint.pt"',
+        "test_half_written",
+    ),
     (
         "token stream is not restored",
         "",
-        '    generator.set_state(state["tokens"][rank].clone())  # torch crashes on a view\n',
-        "",
+        "of_each_process(generator.get_state, generator.set_state, rank)",
+        "of_each_process(generator.get_state, lambda state: None, rank)",
         "test_stopped_and_resumed",
     ),
     (
         "shuffle stream is not restored",
         "",
-        '    shuffle.set_state(state["shuffle"])\n',
-        "",
+        "Saved(shuffle.get_state, shuffle.set_state)",
+        "Saved(shuffle.get_state, lambda state: None)",
         "test_stopped_and_resumed",
     ),
     (
         "optimiser is not restored",
         "",
-        '    optimizer.load_state_dict(state["optimizer"])\n',
-        "",
+        'run.parts = {"optimizer": optimizer,',
+        'run.parts = {"optimizer": Saved(optimizer.state_dict, lambda state: None),',
         "test_stopped_and_resumed",
     ),
     (
         "weights are not restored",
         "",
-        "        parameter.data.copy_(weights[name])\n",
-        "        pass\n",
+        "            parameter.data.copy_(state[name])\n",
+        "            pass\n",
         "test_stopped_and_resumed",
     ),
     (
         "prompts start anew after a resume",
         "",
-        'args.resume, state["step"], state["drawn"]',
-        'args.resume, state["step"], 0',
+        "Saved(lambda: dict(memory), memory.update)",
+        "Saved(lambda: dict(memory), lambda state: None)",
         "test_stopped_and_resumed",
     ),
     (
         "later lines stay after a resume",
         "",
-        'if json.loads(line)["step"] <= step)',
+        'if json.loads(line)["step"] <= self.step)',
         "if True)",
         "test_stopped_and_resumed",
     ),
     (
         "the reference is the resumed policy",
         "B88",
-        "build(args, rows, rng, device)\n",
-        'build(args, rows, rng, device)\n    if state: model.load_state_dict(state["model"], strict=False); reference = reference and (lambda m=copy.deepcopy(model): contextlib.nullcontext(m))\n',
+        "        sampler.refresh()\n        if run.step == 0:\n",
+        "        sampler.refresh()\n        reference = reference_of(model, dataclasses.replace(args, lora_rank=0))\n        if run.step == 0:\n",
         "test_stopped_and_resumed",
     ),
     (
         "the exit code of a kill is 0",
         "",
-        "raise SystemExit(128 + signum)",
+        "raise SystemExit(128 + signals[0])",
         "raise SystemExit(0)",
         "test_stopped_and_resumed",
     ),
     (
         "the learning rate ends at zero",
         "B25",
-        "linear_schedule(step - 1, args.total_steps)",
         "linear_schedule(step, args.total_steps)",
+        "linear_schedule(step + 1, args.total_steps)",
         "test_update_equals",
     ),
-    ("no warm-up", "B25", "min(1.0, step / max(args.warmup_steps, 1))", "1.0", "test_update_equals"),
+    ("no warm-up", "B25", "min(1.0, (step + 1) / max(args.warmup_steps, 1))", "1.0", "test_update_equals"),
     (
         "weight decay",
         "",
@@ -577,8 +583,8 @@ MUTANTS = [
     (
         "the start is saved, not the end",
         "",
-        'model.save_pretrained(folder / "model")',
-        'load_model(args.model)[1].save_pretrained(folder / "model")',
+        'model.save_pretrained(run.folder / "model")',
+        'load_model(run.args.model)[1].save_pretrained(run.folder / "model")',
         "test_saved_model",
     ),
     (
@@ -607,10 +613,10 @@ MUTANTS += [
     # response_mask
     # masked_mean
     # pack
-    # generate, score
+    # Sampler, score
     ("the mask ends before the first padding", "B62", "mask = torch.arange(width, device=device) >= width - lengths[:, None]", "mask = torch.arange(width, device=device) > width - lengths[:, None]", "test_sampled_logps"),
-    ("positions jump after the prompt", "B62, OpenRLHF #218", "position + 1\n        out = model(token", "(position + 1).clamp(min=width)\n        out = model(token", "test_sampled_logps"),
-    ("padding is attended to after the prompt", "B62", "out = model(token, attention_mask=mask.long(),", "out = model(token, attention_mask=torch.ones_like(mask).long(),", "test_sampled_logps"),
+    ("positions jump after the prompt", "B62, OpenRLHF #218", "position + 1\n            inputs", "(position + 1).clamp(min=width)\n            inputs", "test_sampled_logps"),
+    ("padding is attended to after the prompt", "B62", "inputs = dict(attention_mask=mask.long(), position_ids=position, use_cache=True)\n            out", "inputs = dict(attention_mask=torch.ones_like(mask).long(), position_ids=position, use_cache=True)\n            out", "test_sampled_logps"),
     ("new tokens are hidden from later ones", "B62", "F.pad(mask, (0, 1), value=True)", "F.pad(mask, (0, 1), value=False)", "test_sampled_logps"),
     ("the new slot is at the wrong end of the mask", "B82", "F.pad(mask, (0, 1), value=True)", "F.pad(mask, (1, 0), value=True)", "test_sampled_logps"),
     ("the cache keeps another order", "B82, verl #1440", "out.cache.batch_select_indices(keep)", "out.cache.batch_select_indices(keep.roll(1))", "test_sampled_logps"),
@@ -629,7 +635,7 @@ GSTD = '"grpo": lambda: 1.0 / ((centred.square().sum(1, keepdim=True) / (n - 1).
 GR = "return (centred * scale).flatten()"  # fmt: skip
 OV = "return -((lengths - (max_length - buffer)) / max(buffer, 1e-9)).clamp(0.0, 1.0)"  # fmt: skip
 W = "weight = torch.exp(old - sampled).clamp(max=args.importance_cap)"  # fmt: skip
-REFS = 'batch["ref_logps"] = score_all(frozen, batch, every, args)'  # fmt: skip
+REFS = 'batch["ref_logps"] = score_all(reference, batch, every, args)'  # fmt: skip
 
 MUTANTS += [
     # group_advantages, flat_groups, overlong_penalty
@@ -686,7 +692,33 @@ MUTANTS += [
     # several processes
     ("counts of one's own part", "B107", COUNTS, 'counts = batch["mask"][[i - first for i in samples.tolist() if first <= i < first + len(batch["mask"])]].sum(), len(samples), args.max_new_tokens', "test_processes_make_the_update"),
     ("all processes draw the same tokens", "B29", "stream = stream.spawn(rank)[-1] if rank else stream", "pass", "test_processes_sample"),
-    # ---- vLLM ----
+    ("a run goes on with another number of processes", "", "if len(states) != (size := len(collect(None))):", "if len(states) < (size := len(collect(None))):", "test_wrong_numbers"),
+    # runs
+    ("flat steps are counted anew after a resume", "", "Saved(lambda: dict(memory), memory.update)", 'Saved(lambda: dict(memory), lambda state: memory.update(drawn=state["drawn"]))', "test_steps_without"),
+    ("--start-from takes no weights", "", "        elif self.state is not None:\n            load_parts(self.learnt, self.state)\n", "", "test_a_new_run_starts"),
+    ("--start-from takes the optimiser too", "", 'run.learnt = {"model": Weights(trained)}\n', 'run.learnt = {"model": Weights(trained), "optimizer": optimizer}\n', "test_a_new_run_starts"),
+    ("the reference is what --start-from gives", "", "        sampler.refresh()\n        if run.step == 0:\n", "        sampler.refresh()\n        reference = reference_of(model, dataclasses.replace(args, lora_rank=0))\n        if run.step == 0:\n", "test_a_new_run_starts"),
+    ("a longer run has the schedule of the shorter one", "", "linear_schedule(step, args.total_steps)", 'linear_schedule(step, json.loads((run.folder / "config.json").read_text())["args"]["total_steps"])', "test_a_finished_run"),
+    ("the evaluation comes before the step is saved", "", "            run.log(losses | charts, shown)\n            if run.due(args.eval_every):\n                keep_completions(run, *pass_rates(sampler, args, rank, size))\n", "            found = pass_rates(sampler, args, rank, size) if run.due(args.eval_every) else None\n            run.log(losses | charts, shown)\n            if found:\n                keep_completions(run, *found)\n", "test_a_failure_names"),
+    # vLLM
+    ("engine: log-probabilities before the temperature", "B115, trl #4159", 'logprobs_mode="processed_logprobs"', 'logprobs_mode="raw_logprobs"', "test_what_is_sampled"),
+    ("engine: what older weights computed is used again", "B116", "if not self.llm.reset_prefix_cache():", "if False:", "test_what_is_sampled"),
+    ("engine: it keeps its first weights", "B116, trl #3867", "        weights = ((name, parameter", "        if hasattr(self, 'taken'):\n            return\n        self.taken = True\n        weights = ((name, parameter", "test_what_is_sampled"),
+    ("engine: it is given nothing", "B116", '"weights_iterator": weights', '"weights_iterator": []', "test_what_is_sampled"),
+    ("engine: other rounding than asked", "B116", "dtype=args.dtype, seed", 'dtype="bfloat16", seed', "test_what_is_sampled"),
+    ("engine: takes more memory than allowed", "", "gpu_memory_utilization=args.vllm_memory", "gpu_memory_utilization=0.9", "test_what_is_sampled"),
+    ("engine: temperature 1", "B61", "n=copies, temperature=temperature", "n=copies, temperature=temperature and 1.0", "test_tokens_and_logps"),
+    ("engine: one stop id of several", "B103", "stop_token_ids=task.stops", "stop_token_ids=task.stops[:1]", "test_tokens_and_logps"),
+    ("engine: numbers of another token", "B115", "[every[t].logprob for t, every in zip(ids, answer.logprobs)]", "[next(iter(every.values())).logprob for every in answer.logprobs[::-1]]", "test_tokens_and_logps"),
+    ("engine: no entropy", "", "-logps.to(device)", "0 * logps.to(device)", "test_tokens_and_logps"),
+    ("engine: seeds side by side", "B29, trl #2824", "seeds = torch.randint(2**62, (len(prompts),), generator=generator, device=device).tolist()", "first = int(torch.randint(2**62, (1,), generator=generator, device=device)); seeds = range(first, first + len(prompts))", "test_every_response"),
+    ("engine: the same seeds at each step", "B118", "(len(prompts),), generator=generator, device=device)", "(len(prompts),), generator=torch.Generator().manual_seed(0))", "test_every_response"),
+    ("engine: seeds of nobody's stream", "B118", "(len(prompts),), generator=generator, device=device)", "(len(prompts),))", "test_same_seed"),
+    ("engine: starts with the weights of the file", "B116", 'load_format="dummy"', 'load_format="auto"', "test_weights_that"),
+    ("engine: a response broken off counts as ended", "B68", "if length < most and (not ids or ids[-1] not in stops):", "if False:", "test_a_response_that"),
+    ("engine: room for training prompts only", "", "for row in task.rows + task.held_out)", "for row in task.rows)", "test_the_engine_has_room"),
+    ("engine: it takes adapters for weights", "", 'if self.rollout == "vllm" and self.lora_rank:', "if False:", "test_what_cannot"),
+    # rows
     ("a long prompt is never shared", "", "max(prompts, default=0) + args.row_tokens", "args.row_tokens", "test_a_row_is_limited"),
     ("rows are shared where they must not be", "", "args.row_tokens and max(prompts", "max(prompts", "test_a_row_is_limited"),
 ]  # fmt: skip
