@@ -597,7 +597,7 @@ def test_target_kl_ends_the_update_before_the_step_too_far(script, world, record
     """The update, with all its epochs, ends before the optimiser step whose minibatch is farther than --target-kl; what
     is reported is of the steps that were taken."""
     events = record("update_models", "policy_loss", "value_loss")
-    flags = dict(target_kl=0.02, learning_rate=1e-3, update_epochs=4, total_steps=4)
+    flags = dict(target_kl=0.03, learning_rate=1e-3, update_epochs=4, total_steps=4)
     out = train(script, world, **flags | script.new_terms_off())
     taken = set()
     for (_, steps), row in zip(minibatches_of(events), lines(out)[1:], strict=True):
@@ -608,8 +608,8 @@ def test_target_kl_ends_the_update_before_the_step_too_far(script, world, record
                 d = torch.cat([x[keep] for x, keep in rows])
                 kls.append((d.exp() - 1 - d).mean().item())
         number = row["charts/updates"]
-        assert all(kl <= 0.02 for kl in kls[:number]) and len(steps) == number + 1
-        assert (kls[number:] and kls[number] > 0.02 and len(kls) == number + 1) or number == 8
+        assert all(kl <= 0.03 for kl in kls[:number]) and len(steps) == number + 1
+        assert (kls[number:] and kls[number] > 0.03 and len(kls) == number + 1) or number == 8
         assert row["losses/approx_kl"] == pytest.approx(sum(kls[:number]) / number, abs=1e-5)
         taken.add(number)
     if taken == {8}:
