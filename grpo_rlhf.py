@@ -32,7 +32,8 @@ Differs from TRL's GRPOTrainer and from the papers in:
  [D7] Masks come from stop ids and lengths, never from a pad id; every stop id of tokenizer and model counts;
       the stop token is trained on, and none is forced onto an unfinished response.
  [D8] Defaults are clip-higher (0.2, 0.28), token-level loss and no KL; --preset sets what the papers had.
- [D9] An unscorable completion (None or NaN) is left out of its group's statistics and has advantage 0.
+ [D9] An unscorable completion (None or NaN) is left out of its group's statistics and has advantage 0; like
+      a flat group it stays in the counts that losses are divided by, so a step has one size.
 [D10] Prompts, tokens, shuffling and evaluation draw from random streams of their own.
 [D11] The first batch is checked: scored equal to sampled log-probabilities, KL to the reference exactly 0.
 """
@@ -132,6 +133,7 @@ class Args:
     num_eval: Natural = 300  # held-out rows used
     reward: str = "exact"  # exact, number, format, reasoning_gym, FILE.py:FUNCTION; + adds several
     chat_template: bool = True  # put a text prompt into the tokenizer's chat template, if it has one
+    chat_template_kwargs: str = "{}"  # what it takes beside, as JSON, such as '{"enable_thinking": false}'
     stop: str | None = None  # one more token that ends a response, such as "\n", beside all known stop ids
     preset: Literal["grpo", "rloo", "drgrpo", "dapo", "gspo", "cispo"] | None = None  # set what a paper had
     total_steps: Natural = 200  # training steps: batches of sampled responses
@@ -177,6 +179,8 @@ class Args:
 
     def __post_init__(self):
         check_flags(self)
+        with told(f"--chat-template-kwargs {self.chat_template_kwargs} is no JSON object"):
+            dict(**json.loads(self.chat_template_kwargs))
         if self.num_prompts % self.num_minibatches:
             parts = f"--num-minibatches {self.num_minibatches}"
             raise UsageError(f"--num-prompts {self.num_prompts} do not divide into {parts}")
@@ -446,9 +450,8 @@ def load_model(name: str):
         for key, value in config.to_dict().items():
             if isinstance(value, float) and ("dropout" in key or key.endswith("pdrop")):
                 setattr(config, key, 0.0)
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            name, config=config, dtype=torch.float32, attn_implementation="sdpa"
-        )
+        settings = dict(config=config, dtype=torch.float32, attn_implementation="sdpa")
+        model = transformers.AutoModelForCausalLM.from_pretrained(name, **settings)
     return tokenizer, model
 
 
@@ -537,28 +540,34 @@ def sort_rows(count: int, rng) -> list[dict]:
     return [{"prompt": text + "=", "answer": "".join(sorted(text))} for text in texts]
 
 
-def load_rows(source: str, count: int, seed: int) -> list[dict]:
-    """Rows with "prompt" and "answer" of a .jsonl file, or `count` rows of reasoning_gym:NAME."""
-    if source.startswith("reasoning_gym:"):
-        with told(f"--dataset {source}"):
-            import reasoning_gym
-
-            entries = reasoning_gym.create_dataset(source.partition(":")[2], size=count, seed=seed)
-        return [{"prompt": entry["question"], **entry} for entry in entries]
-    rows = []
+def read_rows(source: str, *fields: str) -> list[dict]:
+    """Rows of a .jsonl file, all with the fields; a prompt is never empty."""
+    rows, wanted = [], f"not an object with {', '.join(fields)}"
     with told(f"cannot read {source}"):
-        lines = Path(source).read_text(encoding="utf-8").split("\n")
+        lines = Path(source).read_text(encoding="utf-8-sig").split("\n")
     for number, line in enumerate(lines if lines[-1] else lines[:-1], 1):
         place = f"{source}, line {number}"
-        with told(f'{place}: not {{"prompt": …, "answer": …}}'):
-            row = json.loads(line)
-            rows.append(row | {"prompt": row["prompt"], "answer": row["answer"]})
-        if not row["prompt"] or not isinstance(row["prompt"], (str, list)):
+        with told(f"{place}: {wanted}"):
+            rows.append({**json.loads(line)})
+        if not set(fields) <= set(rows[-1]):
+            raise UsageError(f"{place}: {wanted}: it has {', '.join(rows[-1]) or 'nothing'}")
+        if not rows[-1].get("prompt", True) or not isinstance(rows[-1].get("prompt", []), (str, list)):
             raise UsageError(f"{place}: the prompt must be a text or chat messages, not empty")
     return rows
 
 
-def encode(tokenizer, prompt, chat_template: bool) -> list[int]:
+def load_rows(source: str, count: int, seed: int) -> list[dict]:
+    """Rows with "prompt" and "answer" of a .jsonl file, or `count` rows of reasoning_gym:NAME."""
+    if not source.startswith("reasoning_gym:"):
+        return read_rows(source, "prompt", "answer")
+    with told(f"--dataset {source}"):
+        import reasoning_gym
+
+        entries = reasoning_gym.create_dataset(source.partition(":")[2], size=count, seed=seed)
+        return [{"prompt": entry["question"], **entry} for entry in entries]
+
+
+def encode(tokenizer, prompt, chat_template: bool, **settings) -> list[int]:
     """Token ids of a text or of chat messages; an assistant's last message is left open, to be continued."""
     if isinstance(prompt, str) and not (chat_template and tokenizer.chat_template):
         ids = tokens_of(tokenizer, prompt)
@@ -568,9 +577,8 @@ def encode(tokenizer, prompt, chat_template: bool) -> list[int]:
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     with told(f"the chat template cannot take the prompt {messages!r}"):
         left_open = messages[-1]["role"] == "assistant"
-        text = tokenizer.apply_chat_template(
-            messages, tokenize=False, continue_final_message=left_open, add_generation_prompt=not left_open
-        )
+        settings |= dict(continue_final_message=left_open, add_generation_prompt=not left_open)
+        text = tokenizer.apply_chat_template(messages, tokenize=False, **settings)
     return tokens_of(tokenizer, text, add_special_tokens=False)
 
 
@@ -613,32 +621,32 @@ def verifier_score(prompts, completions, rows):
     return [verifier(text.strip(), row) for verifier, text, row in zip(verifiers, completions, rows)]
 
 
-REWARDS = {
-    "exact": exact_match, "number": number_match, "format": format_match, "reasoning_gym": verifier_score,
-}  # fmt: skip
+REWARDS = dict(exact=exact_match, number=number_match, format=format_match, reasoning_gym=verifier_score)
 
 
 def load_rewards(names: str) -> dict:
     """The reward functions of --reward by name: (prompts, completions, rows) -> list of float or None."""
-    functions = {}
+    functions, modules = {}, {}
     for name in names.split("+"):
         path, _, attribute = name.rpartition(":")
         if name not in REWARDS and not path:
             raise UsageError(f"--reward {name} is neither FILE.py:FUNCTION nor one of {list(REWARDS)}")
         with told(f"--reward {name} cannot be loaded"):
-            if path:
-                spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-                module = importlib.util.module_from_spec(spec)
-                spec.loader.exec_module(module)
-            functions[name] = getattr(module, attribute) if path else REWARDS[name]
+            if path and path not in modules:  # as `import` does it, once: the files beside it are found
+                sys.path.insert(0, str(Path(path).resolve().parent))
+                stem = Path(path).stem + "_" * (Path(path).stem in sys.modules)
+                spec = importlib.util.spec_from_file_location(stem, path)
+                modules[path] = sys.modules[stem] = importlib.util.module_from_spec(spec)
+                spec.loader.exec_module(modules[path])
+            functions[name] = getattr(modules[path], attribute) if path else REWARDS[name]
     return functions
 
 
 def score_texts(functions: dict, prompts, completions, rows) -> torch.Tensor:
     """Sum of the rewards of each completion, NaN where one is None. (B,), float32."""
-    total = torch.zeros(len(completions))
+    total, fields = torch.zeros(len(completions)), ", ".join(sorted(set().union(*rows) - {"ids"}))
     for name, function in functions.items():
-        with told(f"--reward {name} failed"):
+        with told(f"--reward {name} failed with (prompts, completions, rows), each row with {fields}"):
             rewards = list(function(prompts, completions, rows))
             rewards = torch.tensor([math.nan if r is None else float(r) for r in rewards])
         if len(rewards) != len(completions):
@@ -653,31 +661,34 @@ def encode_rows(rows, tokenizer, model, args) -> list[dict]:
     """Add the prompts' token ids; every prompt must fit the model, with room for the response."""
     size = model.get_input_embeddings().num_embeddings
     longest = getattr(model.config, "max_position_embeddings", None) or math.inf
+    extra = json.loads(args.chat_template_kwargs)
     for number, row in enumerate(rows, 1):
-        row["ids"] = encode(tokenizer, row["prompt"], args.chat_template)
+        row["ids"] = encode(tokenizer, row["prompt"], args.chat_template, **extra)
         if not row["ids"]:
             raise UsageError(f"prompt {number} has no tokens: {row['prompt']!r}")
         if max(row["ids"]) >= size:
             raise UsageError(f"the tokenizer gives id {max(row['ids'])}, the model has {size} tokens")
         if len(row["ids"]) + args.max_new_tokens > longest:
-            raise UsageError(
-                f"prompt {number} has {len(row['ids'])} tokens: with --max-new-tokens {args.max_new_tokens} "
-                f"that is beyond the model's {longest}"
-            )
+            words = f"with --max-new-tokens {args.max_new_tokens} that is beyond the model's {longest}"
+            raise UsageError(f"prompt {number} has {len(row['ids'])} tokens: {words}")
     return rows
 
 
 def load_task(args: Args, rng):
     """Training rows and held-out rows, no prompt in both."""
-    wanted = args.total_steps * args.num_prompts * args.sampling_rounds + args.num_eval
+    wanted = args.num_eval + max(args.num_eval, args.total_steps * args.num_prompts * args.sampling_rounds)
     if args.dataset is None:
         rows = sort_rows(min(max(wanted, 25_000), 10**6), rng)
     else:
         rows = load_rows(args.dataset, wanted, args.seed)
     if args.eval_dataset is not None:
-        held_out = load_rows(args.eval_dataset, args.num_eval, args.seed + 1)[: args.num_eval]
+        seed = int(streams(args.seed)[3].generate_state(1)[0])  # other rows of a data set that is made
+        held_out = load_rows(args.eval_dataset, args.num_eval, seed)[: args.num_eval]
     else:
-        rows, held_out = rows[: -args.num_eval], rows[-args.num_eval :]
+        if args.num_eval > (half := len(rows) // 2):
+            print(f"--num-eval {args.num_eval}: only {half}, half of the {len(rows)} rows, are held out")
+        first = len(rows) - min(args.num_eval, half)
+        rows, held_out = rows[:first], rows[first:]
     seen = {str(row["prompt"]) for row in held_out}
     rows = [row for row in rows if str(row["prompt"]) not in seen]
     if len(rows) < args.num_prompts or not held_out:
@@ -727,8 +738,7 @@ class Sampler:
         """Sample `copies` responses to each prompt, lists of ids (temperature 0: the likeliest tokens).
 
         Returns tokens (B, max_new_tokens), arbitrary after the stop token, their log-probabilities and the
-        entropies of the distributions that they were drawn from; B = prompts x copies,
-        the copies of a prompt side by side.
+        entropies of what they were drawn from; B = prompts x copies, the copies of a prompt side by side.
         """
         generator, stops, most = generator or self.generator, self.task.stops, self.args.max_new_tokens
         device, size, width = generator.device, len(prompts) * copies, max(map(len, prompts))
@@ -789,11 +799,7 @@ class Sampler:
 
 
 class Engine(Sampler):
-    """vLLM in this process, an engine a device, as the sampler (--rollout vllm).
-
-    It starts with random weights and is given all of ours, so that the check of the first batch sees any that
-    did not arrive.
-    """
+    """vLLM in this process as the sampler; it starts with random weights, so a lack of ours is seen. [D11]"""
 
     def __init__(self, model, task: Task, args: Args, generator: torch.Generator):
         self.model, self.task, self.args, self.generator = model, task, args, generator
@@ -850,10 +856,9 @@ def prompt_indices(first: int, count: int, size: int, seed: int) -> list[int]:
 
 
 def sample_groups(sampler, drawn: int, args, rank=0, size=1):
-    """A batch of groups as `respond` makes it, metrics of all that was sampled, number of rows drawn so far.
+    """This process's groups, as `respond` makes them, metrics of all processes, number of rows drawn so far.
 
-    Dynamic sampling (DAPO, eq. 11): rounds go on until there are enough groups that are not flat. The batch
-    is this process's part, which may be of any size, also empty; all else is global.
+    Dynamic sampling (DAPO, eq. 11): rounds go on until there are enough groups that are not flat.
     """
     batch, prompts, places, found, seen, rows = None, [], [], 0, [], sampler.task.rows
     responses = args.num_prompts * args.group_size
@@ -902,10 +907,9 @@ def sample_groups(sampler, drawn: int, args, rank=0, size=1):
 
 
 def pass_rates(sampler, args, rank=0, size=1):
-    """Held-out prompts, the same random numbers each time: greedy accuracy, pass@1 and pass@k of samples.
+    """Metrics of the held-out prompts, and a record of each greedy completion; 1 or more is a pass.
 
-    A completion passes with a reward of 1 or more. Returns metrics, and a record of each greedy completion:
-    both global, while each process answers its share of the prompts.
+    The same random numbers each time; each process answers its share, and what is returned is global.
     """
     generator = own_generator(streams(args.seed)[3], rank, sampler.generator.device)
     records, passed, k, rows = [], [], args.eval_samples, sampler.task.held_out
@@ -966,9 +970,8 @@ def lay_out(batch, rows, group_size):
             positions[-1] += range(len(prompt), len(prompt) + len(inputs))
             owners[-1] += [owner] * len(inputs)
     width = max(map(len, ids))
-    ids, owners = (
-        torch.tensor([x + [0] * (width - len(x)) for x in y], device=device) for y in (ids, owners)
-    )
+    padded = lambda rows: torch.tensor([x + [0] * (width - len(x)) for x in rows], device=device)
+    ids, owners = padded(ids), padded(owners)
     furthest = max(map(max, positions))  # padding goes on from the row, within the model's positions
     positions = torch.tensor([x + list(range(len(x), width)) for x in positions], device=device)
     positions = positions.clamp(max=furthest)
@@ -1064,11 +1067,7 @@ def sum_gradients(parameters) -> None:
 
 
 def update_policy(model, optimizer, batch, generator, args, rank=0):
-    """Epochs of optimiser steps on one batch, over minibatches of whole groups. Returns metrics.
-
-    `batch` is this process's part. Minibatches, counts, steps and metrics are global: each process computes
-    the samples that it holds.
-    """
+    """Epochs of optimiser steps over minibatches of whole groups; `batch` is local, all counts global."""
     device, members = generator.device, torch.arange(args.group_size, device=generator.device)
     sums, norms, first = collections.Counter(), [], sum(collect(len(batch["mask"]))[:rank])
     lengths, needed = (  # of the samples of all processes
@@ -1274,6 +1273,9 @@ def of_each_process(get, put, rank: int):
 def save_model(run, model, tokenizer) -> None:
     """Keep the trained model in the run's folder; say what the first and the last evaluation found."""
     if run.writes:
+        if hasattr(model, "merge_and_unload"):
+            model.save_pretrained(run.folder / "adapters")
+            model = model.merge_and_unload()
         model.save_pretrained(run.folder / "model")
         tokenizer.save_pretrained(run.folder / "model")
         before = json.loads((run.folder / "metrics.jsonl").read_text().splitlines()[0])
@@ -1439,6 +1441,7 @@ class Run:
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="backslashreplace")  # a text that it cannot encode must not end the run
     try:
         main(command_line())
     except (UsageError, FloatingPointError, OSError, KeyboardInterrupt) as error:

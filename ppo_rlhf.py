@@ -30,7 +30,7 @@ Differs from TRL's last PPOTrainer and from summarize_from_feedback_details in:
  [D6] A response ends at any stop id of tokenizer and model; the stop token is trained on; an unfinished
       response gets none, and its score is reduced by --missing-eos-penalty; masks never come from a pad id.
  [D7] The reward is any Python function of the texts; a reward model reads the texts with its own tokenizer
-      and template, at the last real token.
+      and template, at the last real token. A completion without a score (None or NaN) leaves the batch.
  [D8] Logits exist at response tokens only, in micro-batches by a budget of tokens, with float32 log-softmax.
  [D9] The KL coefficient is fixed, or adaptive with a target in nats a response (not a token), and is resumed.
 [D10] Prompts, tokens, shuffling and evaluation draw from random streams of their own; each process draws
@@ -137,6 +137,7 @@ class Args:
     reward_epochs: Natural = 1  # passes over the preference pairs
     reward_learning_rate: Positive = 1e-5  # AdamW's step size for the reward model
     chat_template: bool = True  # put a text prompt into the tokenizer's chat template, if it has one
+    chat_template_kwargs: str = "{}"  # what it takes beside, as JSON, such as '{"enable_thinking": false}'
     stop: str | None = None  # one more token that ends a response, such as "\n"; stop ids always do
     total_steps: Natural = 200  # training steps: batches of sampled responses
     num_prompts: Natural = 128  # prompts, with one response each, a step, over all processes
@@ -178,6 +179,8 @@ class Args:
 
     def __post_init__(self):
         check_flags(self)
+        with told(f"--chat-template-kwargs {self.chat_template_kwargs} is no JSON object"):
+            dict(**json.loads(self.chat_template_kwargs))
         if self.num_prompts % self.num_minibatches:
             parts = f"--num-minibatches {self.num_minibatches}"
             raise UsageError(f"--num-prompts {self.num_prompts} do not divide into {parts}")
@@ -402,9 +405,8 @@ def load_model(name: str):
         for key, value in config.to_dict().items():
             if isinstance(value, float) and ("dropout" in key or key.endswith("pdrop")):
                 setattr(config, key, 0.0)
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            name, config=config, dtype=torch.float32, attn_implementation="sdpa"
-        )
+        settings = dict(config=config, dtype=torch.float32, attn_implementation="sdpa")
+        model = transformers.AutoModelForCausalLM.from_pretrained(name, **settings)
     return tokenizer, model
 
 
@@ -482,9 +484,12 @@ def load_classifier(name, new_head: bool = False):
             if isinstance(value, float) and ("dropout" in key or key.endswith("pdrop")):
                 setattr(config, key, 0.0)
         model, found = transformers.AutoModelForSequenceClassification.from_pretrained(
-            name, config=config, dtype=torch.float32, attn_implementation="sdpa", output_loading_info=True
-        )
+            name, config=config, dtype=torch.float32, attn_implementation="sdpa", output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )  # fmt: skip
         assert hasattr(model, "score"), "it has no score head that reads a causal model"
+        wrong = [f"its {weight} has {saved[0]} outputs" for weight, saved, _ in found["mismatched_keys"]]
+        assert not wrong, wrong[0]
         assert new_head or not found["missing_keys"], "it has no weights for a score head"
     return tokenizer, model.eval()
 
@@ -640,19 +645,19 @@ def is_held_out(text: str) -> bool:
     return zlib.crc32(" ".join(text.split()[:PROMPT_WORDS]).encode()) % 10 == 0
 
 
-def load_prompts(source: str, fields=("prompt",)) -> list[dict]:
-    """Rows of a .jsonl file that have the fields, none of them empty."""
+def read_rows(source: str, *fields: str) -> list[dict]:
+    """Rows of a .jsonl file, all with the fields; a prompt is never empty."""
+    rows, wanted = [], f"not an object with {', '.join(fields)}"
     with told(f"cannot read {source}"):
-        lines = Path(source).read_text(encoding="utf-8").split("\n")
-    rows = []
+        lines = Path(source).read_text(encoding="utf-8-sig").split("\n")
     for number, line in enumerate(lines if lines[-1] else lines[:-1], 1):
-        with told(f"{source}, line {number}: not an object with {', '.join(fields)}"):
-            rows.append(json.loads(line))
-            given = [(name, rows[-1][name]) for name in fields]
-        for name, value in given:
-            if not value or not isinstance(value, (str, list)):
-                words = f"{name} must be a text or chat messages, not empty"
-                raise UsageError(f"{source}, line {number}: {words}")
+        place = f"{source}, line {number}"
+        with told(f"{place}: {wanted}"):
+            rows.append({**json.loads(line)})
+        if not set(fields) <= set(rows[-1]):
+            raise UsageError(f"{place}: {wanted}: it has {', '.join(rows[-1]) or 'nothing'}")
+        if not rows[-1].get("prompt", True) or not isinstance(rows[-1].get("prompt", []), (str, list)):
+            raise UsageError(f"{place}: the prompt must be a text or chat messages, not empty")
     return rows
 
 
@@ -665,11 +670,14 @@ def prompts_of(args: Args, rng) -> tuple[list[dict], list[dict]]:
             (held_out if is_held_out(text) else rows).append({"prompt": text})
         held_out = [held_out[i] for i in rng.permutation(len(held_out))]
     else:
-        rows, held_out = load_prompts(args.prompts), []
+        rows, held_out = read_rows(args.prompts, "prompt"), []
         if args.eval_prompts is None:
-            rows, held_out = rows[: -args.num_eval], rows[-args.num_eval :]
+            if args.num_eval > (half := len(rows) // 2):
+                print(f"--num-eval {args.num_eval}: only {half}, half of the {len(rows)} rows, are held out")
+            first = len(rows) - min(args.num_eval, half)
+            rows, held_out = rows[:first], rows[first:]
     if args.eval_prompts is not None:
-        held_out = load_prompts(args.eval_prompts)
+        held_out = read_rows(args.eval_prompts, "prompt")
     held_out = held_out[: args.num_eval]
     seen = {str(row["prompt"]) for row in held_out}
     rows = [row for row in rows if str(row["prompt"]) not in seen]
@@ -681,7 +689,7 @@ def prompts_of(args: Args, rng) -> tuple[list[dict], list[dict]]:
     return rows, held_out
 
 
-def encode(tokenizer, prompt, chat_template: bool) -> list[int]:
+def encode(tokenizer, prompt, chat_template: bool, **settings) -> list[int]:
     """Token ids of a text or of chat messages; an assistant's last message is left open, to be continued."""
     if isinstance(prompt, str) and not (chat_template and tokenizer.chat_template):
         ids = tokens_of(tokenizer, prompt)
@@ -691,9 +699,8 @@ def encode(tokenizer, prompt, chat_template: bool) -> list[int]:
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     with told(f"the chat template cannot take the prompt {messages!r}"):
         left_open = messages[-1]["role"] == "assistant"
-        text = tokenizer.apply_chat_template(
-            messages, tokenize=False, continue_final_message=left_open, add_generation_prompt=not left_open
-        )
+        settings |= dict(continue_final_message=left_open, add_generation_prompt=not left_open)
+        text = tokenizer.apply_chat_template(messages, tokenize=False, **settings)
     return tokens_of(tokenizer, text, add_special_tokens=False)
 
 
@@ -701,17 +708,16 @@ def encode_rows(rows, tokenizer, model, args) -> list[dict]:
     """Add the prompts' token ids; every prompt must fit the model, with room for the response."""
     size = model.get_input_embeddings().num_embeddings
     longest = getattr(model.config, "max_position_embeddings", None) or math.inf
+    extra = json.loads(args.chat_template_kwargs)
     for number, row in enumerate(rows, 1):
-        row["ids"] = encode(tokenizer, row["prompt"], args.chat_template)
+        row["ids"] = encode(tokenizer, row["prompt"], args.chat_template, **extra)
         if not row["ids"]:
             raise UsageError(f"prompt {number} has no tokens: {row['prompt']!r}")
         if max(row["ids"]) >= size:
             raise UsageError(f"the tokenizer gives id {max(row['ids'])}, the model has {size} tokens")
         if len(row["ids"]) + args.max_new_tokens > longest:
-            raise UsageError(
-                f"prompt {number} has {len(row['ids'])} tokens: with --max-new-tokens {args.max_new_tokens} "
-                f"that is beyond the model's {longest}"
-            )
+            words = f"with --max-new-tokens {args.max_new_tokens} that is beyond the model's {longest}"
+            raise UsageError(f"prompt {number} has {len(row['ids'])} tokens: {words}")
     return rows
 
 
@@ -720,25 +726,27 @@ REWARDS = {}  # names for --reward beside FILE.py:FUNCTION
 
 def load_rewards(names: str) -> dict:
     """The reward functions of --reward by name: (prompts, completions, rows) -> list of float or None."""
-    functions = {}
+    functions, modules = {}, {}
     for name in names.split("+"):
         path, _, attribute = name.rpartition(":")
         if name not in REWARDS and not path:
             raise UsageError(f"--reward {name} is neither FILE.py:FUNCTION nor one of {list(REWARDS)}")
         with told(f"--reward {name} cannot be loaded"):
-            if path:
-                spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-                module = importlib.util.module_from_spec(spec)
-                spec.loader.exec_module(module)
-            functions[name] = getattr(module, attribute) if path else REWARDS[name]
+            if path and path not in modules:  # as `import` does it, once: the files beside it are found
+                sys.path.insert(0, str(Path(path).resolve().parent))
+                stem = Path(path).stem + "_" * (Path(path).stem in sys.modules)
+                spec = importlib.util.spec_from_file_location(stem, path)
+                modules[path] = sys.modules[stem] = importlib.util.module_from_spec(spec)
+                spec.loader.exec_module(modules[path])
+            functions[name] = getattr(modules[path], attribute) if path else REWARDS[name]
     return functions
 
 
 def score_texts(functions: dict, prompts, completions, rows) -> torch.Tensor:
     """Sum of the rewards of each completion, NaN where one is None. (B,), float32."""
-    total = torch.zeros(len(completions))
+    total, fields = torch.zeros(len(completions)), ", ".join(sorted(set().union(*rows) - {"ids"}))
     for name, function in functions.items():
-        with told(f"--reward {name} failed"):
+        with told(f"--reward {name} failed with (prompts, completions, rows), each row with {fields}"):
             rewards = list(function(prompts, completions, rows))
             rewards = torch.tensor([math.nan if r is None else float(r) for r in rewards])
         if len(rewards) != len(completions):
@@ -799,19 +807,37 @@ def sample_pairs(sampler, rng, args):
     return pairs
 
 
+def as_texts(pair: dict) -> dict:
+    """The pair with the last answers as texts; they may come as messages, with what was said before them."""
+    if all(isinstance(pair[side], str) for side in ("chosen", "rejected")):
+        return pair | {"prompt": pair["prompt"]}
+    (*before, better), (*same, worse) = pair["chosen"], pair["rejected"]
+    if before != same or {better["role"], worse["role"]} != {"assistant"}:
+        raise ValueError("chosen and rejected must differ in the last message alone, the assistant's")
+    prompt = pair.get("prompt", [])
+    if isinstance(prompt, list) and before[: len(prompt)] != prompt:  # goes on where the prompt ends
+        before = prompt + before
+    return pair | {"prompt": before or prompt, "chosen": better["content"], "rejected": worse["content"]}
+
+
 def load_pairs(source: str, tokenizer) -> list[dict]:
-    """Rows with "prompt", "chosen" and "rejected" of a .jsonl file."""
-    pairs = load_prompts(source, ("prompt", "chosen", "rejected"))
+    """Rows with "prompt", "chosen" and "rejected" of a .jsonl file; answers may be messages, as in TRL."""
+    pairs = read_rows(source, "chosen", "rejected")
     for number, pair in enumerate(pairs, 1):
+        place = f"{source}, line {number}"
+        has = f"it has {', '.join(pair)}"
+        with told(f"{place}: not an object with prompt, chosen, rejected, as texts or messages: {has}"):
+            pair |= as_texts(pair)
+        for name in ("prompt", "chosen", "rejected"):
+            if not pair[name] or name != "prompt" and not isinstance(pair[name], str):
+                raise UsageError(f"{place}: {name} must be a text or messages, not empty")
         if pair["chosen"] == pair["rejected"]:
-            raise UsageError(f"{source}, line {number}: chosen and rejected are the same")
-        for side in ("chosen", "rejected"):
-            if not isinstance(pair[side], str):
-                raise UsageError(f"{source}, line {number}: {side} must be a text")
-            try:
-                conversation(tokenizer, pair["prompt"], pair[side])
-            except UsageError as error:
-                raise UsageError(f"{source}, line {number}: {error}") from error
+            raise UsageError(f"{place}: chosen and rejected are the same")
+        try:
+            conversation(tokenizer, pair["prompt"], pair["chosen"])
+            conversation(tokenizer, pair["prompt"], pair["rejected"])
+        except UsageError as error:
+            raise UsageError(f"{place}: {error}") from error
     if len(pairs) < 20:
         raise UsageError(f"{source} has {len(pairs)} pairs: too few, a tenth is held out")
     return pairs
@@ -827,7 +853,8 @@ def fit_reward_model(model, tokenizer, pairs, args) -> dict:
     pairs = [pair for pair in pairs if key(pair) not in known]
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0, eps=1e-5)
     size = min(64, len(pairs))
-    steps = max(1, args.reward_epochs * len(pairs) // size)
+    total = args.reward_epochs * len(pairs)
+    steps = math.ceil(total / size)
 
     def difference(part):
         texts = [pair[side] for side in ("chosen", "rejected") for pair in part]
@@ -835,7 +862,7 @@ def fit_reward_model(model, tokenizer, pairs, args) -> dict:
         return scores[: len(part)] - scores[len(part) :]
 
     for step in tqdm(range(steps), desc="reward model", unit=" steps"):
-        chosen = prompt_indices(step * size, size, len(pairs), args.seed)
+        chosen = prompt_indices(step * size, min(size, total - step * size), len(pairs), args.seed)
         optimizer.zero_grad()
         preference_loss(difference([pairs[i] for i in chosen])).mean().backward()
         nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
@@ -940,8 +967,7 @@ class Sampler:
         """Sample `copies` responses to each prompt, lists of ids (temperature 0: the likeliest tokens).
 
         Returns tokens (B, max_new_tokens), arbitrary after the stop token, their log-probabilities and the
-        entropies of the distributions that they were drawn from; B = prompts x copies,
-        the copies of a prompt side by side.
+        entropies of what they were drawn from; B = prompts x copies, the copies of a prompt side by side.
         """
         generator, stops, most = generator or self.generator, self.task.stops, self.args.max_new_tokens
         device, size, width = generator.device, len(prompts) * copies, max(map(len, prompts))
@@ -1031,9 +1057,8 @@ def lay_out(batch, rows, group_size):
             positions[-1] += range(len(prompt), len(prompt) + len(inputs))
             owners[-1] += [owner] * len(inputs)
     width = max(map(len, ids))
-    ids, owners = (
-        torch.tensor([x + [0] * (width - len(x)) for x in y], device=device) for y in (ids, owners)
-    )
+    padded = lambda rows: torch.tensor([x + [0] * (width - len(x)) for x in rows], device=device)
+    ids, owners = padded(ids), padded(owners)
     furthest = max(map(max, positions))  # padding goes on from the row, within the model's positions
     positions = torch.tensor([x + list(range(len(x), width)) for x in positions], device=device)
     positions = positions.clamp(max=furthest)
@@ -1103,9 +1128,12 @@ def sample_batch(learner, sampler, rows, args):
         batch["ref_logps"] = for_all(score, learner.reference, batch, args)
     batch["values"] = for_all(values_of, learner.critic, batch, args)
     batch = whole_batch(batch)
+    scored = ~batch["rewards"].isnan()  # the others leave the batch, and all that is measured on it [D7]
+    if not scored.any():
+        raise UsageError(f"none of {len(scored)} completions has a score: all are None or NaN")
+    keep = lambda x: x[scored] if torch.is_tensor(x) else list(itertools.compress(x, scored.tolist()))
+    batch = {name: keep(x) for name, x in batch.items()}
     texts, mask, raw = batch.pop("texts"), batch["mask"], batch["rewards"]
-    if raw.isnan().any():
-        raise UsageError("PPO needs a score for every completion, and one was None or NaN")
     scores = (raw - learner.norm["mean"]) / learner.norm["std"]
     scores = scores - args.missing_eos_penalty * ~batch["finished"]  # [D6]
     rewards = shape_rewards(scores, batch["logps"], batch["ref_logps"], mask, learner.controller.coef)
@@ -1116,6 +1144,7 @@ def sample_batch(learner, sampler, rows, args):
     length, kl = mask.sum(1), approx_kl(batch["logps"], batch["ref_logps"], "k1").sum(1)
     return batch, {
         "charts/score": raw.mean().item(),
+        "charts/unscored": (~scored).float().mean().item(),
         "charts/objective": rewards.sum(1).mean().item(),
         "charts/response_length": length.float().mean().item(),
         "charts/eos_share": batch["finished"].float().mean().item(),
@@ -1131,9 +1160,10 @@ def sample_batch(learner, sampler, rows, args):
 
 def normalisation(scores) -> dict:
     """Mean and deviation of the scores; 1 if all are equal, and there is nothing to divide by. (B,)"""
-    mean, std = scores.mean().item(), scores.std().item()
-    if not math.isfinite(mean):
-        raise UsageError("PPO needs a score for every completion, and one was None or NaN")
+    if scores.isnan().all():
+        raise UsageError(f"none of {len(scores)} completions has a score: all are None or NaN")
+    scores = scores[~scores.isnan()]
+    mean, std = scores.mean().item(), scores.std().item() if len(scores) > 1 else 0.0
     return {"mean": mean, "std": std if std > 1e-6 else 1.0}
 
 
@@ -1164,12 +1194,14 @@ def evaluate_policy(learner, sampler, args, rank=0, size=1):
     texts, pairs = sums.pop("texts"), sums.pop("pairs")
     if args.policy is None:
         sums["eval/true_preference"] = hidden_preference(prompts, texts, rows)
-    metrics = {name: float(np.mean(values)) for name, values in sums.items()}
+    if np.isnan(sums["eval/score"]).all():
+        raise UsageError(f"none of {len(rows)} held-out completions has a score: all are None or NaN")
+    metrics = {name: float(np.nanmean(values)) for name, values in sums.items()}  # of what has a score
     metrics |= {
         "eval/distinct": len(set(texts)) / len(texts),
         "eval/distinct_2": len(set(pairs)) / max(len(pairs), 1),
     }
-    records = zip(prompts, texts, sums["eval/score"])
+    records = zip(prompts, texts, (None if math.isnan(x) else x for x in sums["eval/score"]))
     return metrics, [{"prompt": p, "completion": text, "score": score} for p, text, score in records]
 
 
@@ -1211,6 +1243,8 @@ def update_models(learner, optimizer, batch, generator, args, rank=0, size=1):
     critic.train(args.gradient_checkpointing)
     for samples in itertools.chain.from_iterable(epochs):
         count = batch["mask"][samples].sum()  # of the whole optimiser step, over all processes [D4]
+        if not count:
+            continue  # fewer scored responses than minibatches: no step on momentum alone
         mine = samples[share_of(len(samples), rank, size)]
         optimizer.zero_grad()
         part = collections.Counter()
@@ -1306,7 +1340,8 @@ def main(args: Args) -> dict:
         check_weights(trained.values())
         sampler.refresh()
         if run.step == 0 and args.normalize_scores and args.start_from is None:
-            first, _ = sampler.respond(prompts(0, args.normalize_scores, args.seed + 1), 1, args.temperature)
+            order = int(prompt_stream.generate_state(1)[0])  # not that of training
+            first, _ = sampler.respond(prompts(0, args.normalize_scores, order), 1, args.temperature)
             norm |= normalisation(whole_batch(first)["rewards"])
         if run.step == 0:
             metrics, records = evaluate_policy(learner, sampler, args, rank, size)
@@ -1330,7 +1365,7 @@ def main(args: Args) -> dict:
             charts |= {"charts/learning_rate": rates[0], "charts/kl_coef": controller.coef}
             charts |= {"charts/TPS": charts["charts/tokens"] / (ended - begun)}
             charts |= {"time/rollout": sampled - begun, "time/update": ended - sampled}
-            controller.update(charts["losses/kl"], args.num_prompts)
+            controller.update(charts["losses/kl"], len(batch["tokens"]))
             shown = {"score": f"{charts['charts/score']:.2f}", "KL": f"{charts['losses/kl']:.2f}"}
             run.log(losses | charts, shown | {"tok/s": f"{charts['charts/TPS']:.0f}"})
             if run.due(args.eval_every):
@@ -1414,6 +1449,9 @@ def of_each_process(get, put, rank: int):
 def save_model(run, model, tokenizer) -> None:
     """Keep the trained model in the run's folder; say what the first and the last evaluation found."""
     if run.writes:
+        if hasattr(model, "merge_and_unload"):
+            model.save_pretrained(run.folder / "adapters")
+            model = model.merge_and_unload()
         model.save_pretrained(run.folder / "model")
         tokenizer.save_pretrained(run.folder / "model")
         before = json.loads((run.folder / "metrics.jsonl").read_text().splitlines()[0])
@@ -1579,6 +1617,7 @@ class Run:
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="backslashreplace")  # a text that it cannot encode must not end the run
     try:
         main(command_line())
     except (UsageError, FloatingPointError, OSError, KeyboardInterrupt) as error:

@@ -282,7 +282,7 @@ def test_without_wandb(train, refused, monkeypatch):
 
 
 ROW = {"prompt": "1=", "answer": 1}
-FORM = 'not {"prompt": …, "answer": …}'
+FORM = "not an object with prompt, answer"
 EMPTY = "line 1: the prompt must be a text or chat messages, not empty"
 
 
@@ -292,7 +292,7 @@ def twenty(prompt):
 
 @pytest.mark.parametrize("rows, words", [
     (None, "cannot read data.jsonl: "), ([], "fewer than --num-prompts 4"),
-    (twenty("{}=".format)[:7], "4 held-out prompts and 3 others to train on"),
+    (twenty("{}=".format)[:6], "3 held-out prompts and 3 others to train on"),
     ([ROW] * 20, "4 held-out prompts and 0 others to train on"),
     ([ROW, ROW, '{"prompt": "1=", "ans'], f"data.jsonl, line 3: {FORM}"), ([ROW, "", ROW], f"data.jsonl, line 2: {FORM}"),
     ([{"prompt": "1="}], f"line 1: {FORM}"), ([{"answer": 1}], f"line 1: {FORM}"), ([["1=", 1]], FORM), (["7"], FORM),
@@ -340,14 +340,16 @@ def test_reasoning_gym(script, refused):
 
 
 @pytest.mark.parametrize("body, words", [
-    ("raise RuntimeError('boom')", "failed: RuntimeError: boom (r.py:2)"), ("return [0.0]", "returned 1 for 4 completions"),
+    ("raise RuntimeError('boom')", ": RuntimeError: boom (r.py:2)"), ("return [0.0]", "returned 1 for 4 completions"),
     ("return [float('inf')] * len(rows)", "returned an infinite reward"), ("return [-1e39] * len(rows)", "returned an infinite reward"),
-    ("return [None] * len(rows)", "scored none of 4 held-out completions"), ("return ['good'] * len(rows)", "failed: ValueError: "),
-    ("return None", "failed: TypeError: "),
+    ("return [None] * len(rows)", "scored none of 4 held-out completions"), ("return ['good'] * len(rows)", ": ValueError: "),
+    ("return None", ": TypeError: "),
 ])  # fmt: skip
 def test_a_reward_of_its_own_that_fails(refused, tmp_path, body, words):
     """What a user's reward function does wrong is told in one sentence with its name."""
     (tmp_path / "r.py").write_text(f"def f(prompts, completions, rows):\n    {body}\n")
+    if words.startswith(": "):  # what was raised, after what the function is called with
+        words = f"failed with (prompts, completions, rows), each row with answer, prompt{words}"
     refused(f"--reward r.py:f {words}", started=True, reward="r.py:f")
 
 
@@ -376,14 +378,14 @@ def test_a_failure_names_the_last_good_checkpoint(script, train, refused, tmp_pa
     step that an evaluation follows is saved before it."""
     fault = f"if call == 3: raise OSError('the disk is full')\n    {SKILL}"
     (tmp_path / "r.py").write_text(CALLS + fault)
-    words = "--reward r.py:f failed: OSError: the disk is full (r.py:5); last good checkpoint: "
+    words = "--reward r.py:f failed with (prompts, completions, rows), each row with answer, prompt: OSError: the disk is full (r.py:5); last good checkpoint: "
     words = f"stopped at step {2 if every else 3}: {words}runs/x/checkpoint.pt, step {last}"
     refused(words, started=True, reward="r.py:f", run_name="x", total_steps=4, save_every=1, eval_every=every)
     assert script.load_checkpoint(Path("runs/x/checkpoint.pt"))["step"] == last
     (tmp_path / "r.py").write_text(CALLS + SKILL)
     assert train(resume=Path("runs/x"))["step"] == 4
     (tmp_path / "r.py").write_text(CALLS + fault.replace("== 3", "== 1"))
-    refused("stopped at step 1: --reward r.py:f failed: OSError: the disk is full (r.py:5); last good checkpoint: none yet",
+    refused("stopped at step 1: --reward r.py:f failed with (prompts, completions, rows), each row with answer, prompt: OSError: the disk is full (r.py:5); last good checkpoint: none yet",
             started=True, reward="r.py:f")  # fmt: skip
 
 

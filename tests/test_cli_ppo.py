@@ -276,7 +276,7 @@ def test_without_wandb(refused, monkeypatch):
 
 
 ROW, FIELDS = {"prompt": " x"}, "not an object with prompt"
-EMPTY = "line 1: prompt must be a text or chat messages, not empty"
+EMPTY = "line 1: the prompt must be a text or chat messages, not empty"
 
 
 def test_a_good_run_and_what_it_leaves(script, train, capsys):
@@ -305,7 +305,7 @@ def pair(**values):
 
 @pytest.mark.parametrize("flag, rows, words", [
     ("prompts", None, "cannot read data.jsonl: "), ("prompts", [], "fewer than --num-prompts 4"),
-    ("prompts", [{"prompt": f"{i}"} for i in range(7)], "4 held-out prompts and 3 others to train on"),
+    ("prompts", [{"prompt": f"{i}"} for i in range(6)], "3 held-out prompts and 3 others to train on"),
     ("prompts", [ROW] * 20, "4 held-out prompts and 0 others to train on"),
     ("prompts", [ROW, ROW, '{"prompt": " x'], f"data.jsonl, line 3: {FIELDS}"), ("prompts", [ROW, "", ROW], f"line 2: {FIELDS}"),
     ("prompts", [{"question": " x"}], f"line 1: {FIELDS}"), ("prompts", [[" x"]], FIELDS), ("prompts", ["7"], FIELDS),
@@ -315,7 +315,7 @@ def pair(**values):
     ("train_reward_model", None, "cannot read data.jsonl: "), ("train_reward_model", [pair()] * 19, "data.jsonl has 19 pairs: too few"),
     ("train_reward_model", [], "data.jsonl has 0 pairs: too few"),
     ("train_reward_model", [pair(), pair(chosen="<eos>")], "data.jsonl, line 2: chosen and rejected are the same"),
-    ("train_reward_model", [pair(), {"prompt": "<pad>", "chosen": "<pad>"}], "line 2: not an object with prompt, chosen, rejected"),
+    ("train_reward_model", [pair(), {"prompt": "<pad>", "chosen": "<pad>"}], "line 2: not an object with chosen, rejected: it has prompt, chosen"),
     ("train_reward_model", [pair(rejected="")], "line 1: rejected must be a text"), ("train_reward_model", ["{"], "line 1: not an object"),
 ], ids=lambda x: json.dumps(x)[:40] if isinstance(x, list) else x)  # fmt: skip
 def test_broken_files_are_named(refused, tmp_path, flag, rows, words):
@@ -358,22 +358,24 @@ def test_wrong_models_and_rewards_are_named(refused, lab, tmp_path, flags, words
 
 
 @pytest.mark.parametrize("body, words", [
-    ("raise RuntimeError('boom')", "failed: RuntimeError: boom"), ("return [0.0]", "returned 1 for "),
-    ("return [float('inf')] * len(rows)", "returned an infinite reward"), ("return ['good'] * len(rows)", "failed: ValueError: "),
-    ("return None", "failed: TypeError: "),
+    ("raise RuntimeError('boom')", ": RuntimeError: boom"), ("return [0.0]", "returned 1 for "),
+    ("return [float('inf')] * len(rows)", "returned an infinite reward"), ("return ['good'] * len(rows)", ": ValueError: "),
+    ("return None", ": TypeError: "),
 ])  # fmt: skip
 def test_a_reward_of_its_own_that_fails(refused, tmp_path, body, words):
     """What a user's reward function does wrong is told in one sentence with its name."""
     (tmp_path / "r.py").write_text(f"def f(prompts, completions, rows):\n    {body}\n")
+    if words.startswith(": "):  # what was raised, after what the function is called with
+        words = f"failed with (prompts, completions, rows), each row with prompt{words}"
     refused(f"--reward r.py:f {words}", started=True)
 
 
-@pytest.mark.parametrize("rule", ["True", "call == 0", "call == 2"])
+@pytest.mark.parametrize("call", [0, 1, 2])
 @pytest.mark.parametrize("value", ["None", "float('nan')"])
-def test_a_completion_without_a_score(refused, tmp_path, rule, value):
-    """PPO needs every score; the sentence says so whether it lacks in the normalisation or in training."""
-    (tmp_path / "r.py").write_text(CALLS + f"return [{value} if {rule} else 0.5] + [0.25] * (len(rows) - 1)")
-    refused("PPO needs a score for every completion, and one was None or NaN", started=True)
+def test_no_completion_with_a_score(refused, tmp_path, value, call):
+    """Where no completion has a score, in the normalisation, the evaluation or training, a sentence says so."""
+    (tmp_path / "r.py").write_text(CALLS + f"return [{value} if call == {call} else 0.5] * len(rows)")
+    refused("completions has a score: all are None or NaN", started=True)
 
 
 def test_scores_that_are_all_equal_at_first(script, train, tmp_path):
@@ -528,13 +530,15 @@ def test_a_failure_names_the_last_good_checkpoint(script, train, refused, tmp_pa
     (tmp_path / "r.py").write_text(CALLS + fault)
     words = "the disk is full"
     said = refused(words, started=True, run_name="x", total_steps=4, save_every=1, eval_every=every)
-    assert said.startswith(f"stopped at step {step}: --reward r.py:f failed: OSError: the disk is full")
+    assert said.startswith(
+        f"stopped at step {step}: --reward r.py:f failed with (prompts, completions, rows)"
+    )
     assert said.endswith("; last good checkpoint: runs/x/checkpoint.pt, step 2")
     (tmp_path / "r.py").write_text(CALLS + SKILL)
     assert train(resume="runs/x")["step"] == 4
     (tmp_path / "r.py").write_text(CALLS + fault.replace("== 4", "== 2"))
     said = refused("; last good checkpoint: none yet", started=True)
-    assert said.startswith("stopped at step 1: --reward r.py:f failed: OSError: the disk is full (r.py:")
+    assert said.startswith("stopped at step 1: --reward r.py:f failed with (prompts, ")
 
 
 def test_a_learning_rate_that_is_far_too_large(refused):

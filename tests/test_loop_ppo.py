@@ -597,7 +597,7 @@ def test_target_kl_ends_the_update_before_the_step_too_far(script, world, record
     """The update, with all its epochs, ends before the optimiser step whose minibatch is farther than --target-kl; what
     is reported is of the steps that were taken."""
     events = record("update_models", "policy_loss", "value_loss")
-    flags = dict(target_kl=0.02, learning_rate=1e-3, update_epochs=4, total_steps=4)
+    flags = dict(target_kl=0.03, learning_rate=1e-3, update_epochs=4, total_steps=4)
     out = train(script, world, **flags | script.new_terms_off())
     taken = set()
     for (_, steps), row in zip(minibatches_of(events), lines(out)[1:], strict=True):
@@ -608,8 +608,8 @@ def test_target_kl_ends_the_update_before_the_step_too_far(script, world, record
                 d = torch.cat([x[keep] for x, keep in rows])
                 kls.append((d.exp() - 1 - d).mean().item())
         number = row["charts/updates"]
-        assert all(kl <= 0.02 for kl in kls[:number]) and len(steps) == number + 1
-        assert (kls[number:] and kls[number] > 0.02 and len(kls) == number + 1) or number == 8
+        assert all(kl <= 0.03 for kl in kls[:number]) and len(steps) == number + 1
+        assert (kls[number:] and kls[number] > 0.03 and len(kls) == number + 1) or number == 8
         assert row["losses/approx_kl"] == pytest.approx(sum(kls[:number]) / number, abs=1e-5)
         taken.add(number)
     if taken == {8}:
@@ -811,7 +811,7 @@ def test_the_reward_model_learns_the_pairs(script, fitted):
     right = sum(a > b for a, b in zip(held_out, other)) / 15
     assert metrics["reward_model/accuracy"] == pytest.approx(right)
     rates = [rates[0] for rates in inputs_of(events, "step")]
-    assert len(rates) == 6 * 135 // 64 and rates[0] == 1e-2 and rates == sorted(rates, reverse=True)
+    assert len(rates) == math.ceil(6 * 135 / 64) and rates[0] == 1e-2 and rates == sorted(rates, reverse=True)
     assert rates[-1] == pytest.approx(1e-2 / len(rates))
 
 
@@ -893,10 +893,20 @@ def test_scores_that_do_not_vary_are_not_blown_up(script, world, record):
 
 
 @pytest.mark.parametrize("reward", ["holes", "first_hole"])
-def test_a_missing_score_is_told(script, world, reward):
-    """PPO needs a score for every response, of the normalisation too: None or NaN ends the run with a sentence (B85)."""
-    with pytest.raises(script.UsageError, match="score for every completion"):
-        train(script, world, reward=reward, normalize_scores=0 if reward == "holes" else 20)
+def test_a_missing_score_leaves_the_batch(script, world, record, reward):
+    """A response with None or NaN is in no batch, and the normalisation is of the others (B85)."""
+    events = record("sample_batch", "normalisation")
+    train(script, world, reward=reward, normalize_scores=0 if reward == "holes" else 20)
+    rewards = [rewards for *_, rewards in seen()]
+    if reward == "first_hole":
+        (found,) = results_of(events, "normalisation")
+        scored = [r for r in rewards.pop(0) if r is not None]
+        assert len(scored) == 19 and found["mean"] == pytest.approx(sum(scored) / 19)
+    for (batch, charts), given in zip(results_of(events, "sample_batch"), rewards, strict=True):
+        scored = [r for r in given if r is not None]
+        assert batch["rewards"].tolist() == pytest.approx(scored) and len(batch["tokens"]) == len(scored)
+        assert charts["charts/unscored"] == pytest.approx(1 - len(scored) / len(given))
+    assert reward == "first_hole" or any(None in given for given in rewards)
 
 
 # ---- runs ----
@@ -916,7 +926,7 @@ def equal_runs(a, b):
 
 KEYS = """losses/policy_loss losses/value_loss losses/approx_kl losses/clipfrac losses/grad_norm losses/value_grad_norm
 losses/kl losses/kl_per_token losses/entropy losses/mismatch losses/explained_variance charts/score charts/objective
-charts/response_length charts/eos_share charts/distinct charts/tokens charts/updates charts/learning_rate charts/kl_coef
+charts/response_length charts/eos_share charts/distinct charts/tokens charts/updates charts/learning_rate charts/kl_coef charts/unscored
 charts/TPS charts/SPS time/rollout time/update time/cpu"""
 EVAL = "score eos_share response_length kl distinct distinct_2"
 
