@@ -10,7 +10,7 @@ AFTER = "after = F.pad(values[:, 1:], (0, 1)) * F.pad(mask[:, 1:], (0, 1))"
 NORMED = 'scores = (raw - learner.norm["mean"]) / learner.norm["std"]'
 PENALTY = 'scores = scores - args.missing_eos_penalty * ~batch["finished"]'
 REFERENCE = "        with self.model.disable_adapter():\n            return self.model(**inputs)"
-FIRST = "sampler.respond(prompts(0, args.normalize_scores, args.seed + 1), 1, args.temperature)"
+FIRST = "sampler.respond(prompts(0, args.normalize_scores, order), 1, args.temperature)"
 BEGIN = "        sampler.refresh()\n        if run.step == 0 and"
 EVALUATION = """            run.log(losses | charts, shown | {"tok/s": f"{charts['charts/TPS']:.0f}"})
             if run.due(args.eval_every):
@@ -182,14 +182,14 @@ MUTANTS = [
     (
         "the controller counts steps",
         "B77",
-        'controller.update(charts["losses/kl"], args.num_prompts)',
+        'controller.update(charts["losses/kl"], len(batch["tokens"]))',
         'controller.update(charts["losses/kl"], 1)',
         NUMBERS,
     ),
     (
         "the controller is never updated",
         "B77",
-        'controller.update(charts["losses/kl"], args.num_prompts)',
+        'controller.update(charts["losses/kl"], len(batch["tokens"]))',
         "pass",
         NUMBERS,
     ),
@@ -679,8 +679,8 @@ MUTANTS = [
     (
         "the controller is fed with the KL of a token",
         "B77",
-        'controller.update(charts["losses/kl"], args',
-        'controller.update(charts["losses/kl_per_token"], args',
+        'controller.update(charts["losses/kl"], len',
+        'controller.update(charts["losses/kl_per_token"], len',
         "test_resume_gives",
     ),
     (
@@ -767,7 +767,7 @@ MUTANTS += [
 
 # what both language-model scripts have
 CDF = "cdf = p.cumsum(-1, dtype=torch.float64)"  # fmt: skip
-DROP = 'if isinstance(value, float) and ("dropout" in key or key.endswith("pdrop")):\n                setattr(config, key, 0.0)\n        model = transformers.AutoModelForCausalLM'  # fmt: skip
+DROP = 'if isinstance(value, float) and ("dropout" in key or key.endswith("pdrop")):\n                setattr(config, key, 0.0)\n        settings = dict(config=config'  # fmt: skip
 
 MUTANTS += [
     # token_logps
@@ -853,7 +853,7 @@ MUTANTS += [
     ("entropy over the padding", "B119, trl #3715", 'masked_mean(batch["entropies"], mask).item()', 'batch["entropies"].mean().item()', "test_metrics"),
     ("explained variance with the padding", "B22", 'explained_variance(batch["values"][mask], batch["returns"][mask])', 'explained_variance(batch["values"], batch["returns"])', "test_metrics"),
     ("explained variance with arguments exchanged", "B22", 'explained_variance(batch["values"][mask], batch["returns"][mask])', 'explained_variance(batch["returns"][mask], batch["values"][mask])', "test_metrics"),
-    ("the normalisation has two copies of a prompt", "", FIRST, "sampler.respond(prompts(0, args.normalize_scores, args.seed + 1)[::2], 2, args.temperature)", NUMBERS),
+    ("the normalisation has two copies of a prompt", "", FIRST, "sampler.respond(prompts(0, args.normalize_scores, order)[::2], 2, args.temperature)", NUMBERS),
     # the update
     *((f"{name} of the first rows", "B83, lm-human-preference-details 9825ce0", FIVE, first(key), PAIR) for name, key in (("old log-probabilities", "logps"), ("advantages", "advantages"), ("returns", "returns"), ("old values", "values"))),
     ("the target KL may be half as much again", "B23", '> args.target_kl:', '> 1.5 * args.target_kl:', "test_the_kl_limit"),
@@ -866,7 +866,7 @@ MUTANTS += [
     ("the value model's weights are the policy's", "B82", "model.base_model.load_state_dict(policy.base_model.state_dict())", "setattr(model, model.base_model_prefix, policy.base_model)", "test_where_the_value"),
     ("NaN gradients are stepped on", "B85", "        if not np.isfinite(norms[-1]).all():\n", "        if False:\n", "test_nan_stops"),
     ("NaN of the value model is stepped on", "B85", "        if not np.isfinite(norms[-1]).all():\n", "        if not np.isfinite(norms[-1][0]):\n", "test_nan_stops"),
-    ("a missing score counts as 0", "B97", "    if raw.isnan().any():\n        raise UsageError", "    raw = raw.nan_to_num(0.0)\n    if False:\n        raise UsageError", "test_a_missing_score"),
+    ("a missing score counts as 0", "B97", 'scored = ~batch["rewards"].isnan()', 'batch["rewards"] = batch["rewards"].nan_to_num(0.0)\n    scored = ~batch["rewards"].isnan()', "test_a_missing_score"),
     ("only the tokenizer's stop id counts", "B103, verl #213", 'known = [tokenizer.eos_token_id, model.config.eos_token_id]\n    known.append(getattr(model.generation_config, "eos_token_id", None))', "known = [tokenizer.eos_token_id]", NUMBERS),
     ("a stop token is forced onto the end", "B68, OpenRLHF #238", "        return tokens, logps, entropies\n\n    def respond", "        tokens[:, -1] = stops[0]\n        return tokens, logps, entropies\n\n    def respond", NUMBERS),
     # reward model
