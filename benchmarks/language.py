@@ -305,10 +305,10 @@ def headlines(results: Path, at: str) -> list[list[str]]:
     leash, free = leashed(results, PPO)
     if leash and free:
         last = lambda name, runs: [ends(run, f"eval/{name}")[1] for run in runs]
-        cells = [f"{extent(last('true_preference', runs), '.2f')}, reward-model score "
-                 f"{extent(last('score', runs), '.2f')}" for runs in (leash, free)]  # fmt: skip
-        what = f"[PPO against a reward model]({at}what-the-leash-is-for), {len(leash)} seeds: true preference"
-        rows.append([what, cells[0], f"without the KL penalty: {cells[1]}"])
+        score = lambda runs: (f"true preference {extent(last('true_preference', runs), '.2f')}, "
+                              f"reward model {extent(last('score', runs), '.2f')}")  # fmt: skip
+        what = f"[PPO against a learnt reward model]({at}what-the-leash-is-for), {len(leash)} seeds: scores"
+        rows.append([what, score(leash), f"without the KL penalty: {score(free)}"])
     return rows
 
 

@@ -28,7 +28,8 @@ OURS, DEFAULT, CLEANRL = "ppo_continuous", "logstd-1", "logstd0"  # variants: ou
 GAMES, ENDS, FIRE = "ppo_atari", "time_limit_ends", "fire_left_to_the_policy"
 MAIN = ["HalfCheetah-v5", "Hopper-v5", "Walker2d-v5"]
 GROUPS = {  # name: tasks, {label: (script, variant)}
-    "main": (MAIN, {"default": (OURS, DEFAULT), "--log-std-init 0": (OURS, CLEANRL)}),
+    "main": (MAIN, {
+        "default": (OURS, DEFAULT), "--log-std-init 0": (OURS, CLEANRL), "SB3": ("peer_sb3", "1M")}),
     "peer": (MAIN, {"--log-std-init 0": (OURS, f"{CLEANRL}-150k"), "SB3": ("peer_sb3", "")}),
     "time_limit": (MAIN[:1], {
         "time limit bootstraps": (OURS, CLEANRL), "time limit ends": (ENDS, CLEANRL)}),
