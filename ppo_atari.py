@@ -456,7 +456,7 @@ def play_rollout(agent, games, rng, args):
     T, N, device = args.num_steps, games.num, next(agent.parameters()).device
     act = agent.acting(rng, T, args.num_envs, games.own)
     obs = torch.empty((T + 1, *games.obs.shape), dtype=torch.uint8, device=device)
-    actions = torch.zeros((T + 1, N), dtype=torch.int64, device=device)
+    actions = torch.zeros((T + 1, N), dtype=torch.int64, device=device)  # none in the last row
     rewards = np.empty((T, N), np.float32)
     terminated, truncated = np.empty((T, N), bool), np.empty((T, N), bool)
     cut, episodes = [], []
@@ -507,7 +507,7 @@ STATS = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "
 def pixel_gradient(agent, batch, mb, args, own=None):
     """Gradient of the PPO loss (eq. 9) on the samples `mb` as one vector, and STATS. One compiled graph.
 
-    `own` restricts it to the rows and places in `mb` that this process has; advantages are of all processes.
+    `own` restricts it to the rows, and their places in `mb`, that this process has the pictures of.
     """
     rows, places = (mb, slice(None)) if own is None else own
     b = {name: batch[name][rows] for name in ("obs", "actions", "logps")}

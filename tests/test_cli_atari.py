@@ -297,7 +297,7 @@ def test_errors_of_the_real_command(script, tmp_path):
     failed = run(script, tmp_path, *script.words(**TINY | {"env_id": "ALE/Breakot-v5"}))
     lines = failed.stderr.strip().splitlines()
     assert failed.returncode == 1 and not failed.stdout and len(lines) == 1
-    assert lines[0].startswith("ppo_atari.py: --env-id ALE/Breakot-v5: ") and "`Breakout`?" in lines[0]
+    assert lines[0].startswith(f"{script.path.name}: --env-id ALE/Breakot-v5: ") and "`Breakout`?" in lines[0]
     assert not list(tmp_path.iterdir())
 
 

@@ -43,7 +43,12 @@ def start(tmp_path, processes, file, *words, launch=None, out="out", **more):
 
 
 def finish(process, out, timeout=300):
-    code = process.wait(timeout)
+    try:
+        code = process.wait(timeout)
+    except subprocess.TimeoutExpired:
+        process.terminate()  # torchrun ends its processes
+        process.wait(60)
+        raise
     out.seek(0)
     return code, out.read()
 

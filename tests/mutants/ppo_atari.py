@@ -5,14 +5,15 @@
 
 GAE = 'batch["terminated"], batch["done"], args.gamma'
 NEXT = "values[1:].clone()"
-SAMPLE = "(agent(obs[t])[0] + noise[t]).argmax(-1)"
+NOISE = "rng.gumbel(size=size)[:, own]"
+EVALUATED = "torch.cat(parts).view(T + 1, N)"
 FIRE = "self.fire_next = terminated & ~self.over & (self.fire is not None)"
 EXECUTED = "np.where(self.fire_next, self.fire or 0, actions)"
-LIVES = 'terminated & (info["lives"] == 0) if self.life_loss else terminated'
+LIVES = 'terminated & (info["lives"] == 0) if self.args.life_loss else terminated'
 INPUT = "obs.contiguous(memory_format=torch.channels_last) / 255.0"
-LOSS = 'policy_loss(logp, b["logps"], adv, clip_coef, clip_coef)'
+LOSS = 'policy_loss(logp, b["logps"], adv, args.clip_coef, args.clip_coef)'
 RESET = "            games.reset(games.over)\n"
-STORED = "categorical_logp_entropy(logits[:-N].view(T, N, -1), actions)[0]"
+SCORED = "categorical_logp_entropy(logits, actions), values"
 HEADS = "return self.actor(hidden), self.critic(hidden).squeeze(-1)"
 
 MUTANTS = [
@@ -28,8 +29,8 @@ MUTANTS = [
     ("gamma is ignored", "B46", "args.gamma, args.gae_lambda,", "0.99, args.gae_lambda,", "test_rollout_is"),
     ("an ended game is left to ALE, whose reset eats a step", "B10, cleanrl #475", RESET, "", "test_rollout_is"),
     ("returns of advantages alone", "B11, cleanrl #337", "return advantages, advantages + values", "return advantages, advantages", "test_gae"),
-    ("values of other weights than acted", "B112", "values = values.view(T + 1, N)", "values = values.view(T + 1, N) * 1.01", "test_rollout_is"),
-    ("values by game, then by step", "B82", "values = values.view(T + 1, N)", "values = values.view(N, T + 1).T", "test_rollout_is"),
+    ("values of other weights than acted", "B112", "= logps[:-1], values[:-1]", "= logps[:-1], values[:-1] * 1.01", "test_rollout_is"),
+    ("values by game, then by step", "B82", EVALUATED, "torch.cat(parts).view(N, T + 1).T", "test_rollout_is"),
     # rewards and scores
     ("rewards are raw", "Mnih et al.", "np.sign(rewards)", "rewards", "test_rollout_is"),
     ("negative rewards are dropped", "", "np.sign(rewards)", "(rewards > 0).astype(np.float32)", "test_rollout_is"),
@@ -48,7 +49,7 @@ MUTANTS = [
     ("FIRE is due once and stays so", "", FIRE, "self.fire_next = (self.fire_next | terminated) & ~self.over & (self.fire is not None)", "test_fire_is"),
     ("no-ops where the game has no FIRE", "", FIRE, "self.fire_next = terminated & ~self.over", "test_fire_is"),
     ("FIRE is action 2", "", EXECUTED, "np.where(self.fire_next, 2, actions)", "test_fire_is"),
-    ("FIRE is action 0", "", "actions.index(ale_py.Action.FIRE)", "0 * actions.index(ale_py.Action.FIRE)", "test_fire_is"),
+    ("FIRE is action 0", "", "actions.index(fire)", "0 * actions.index(fire)", "test_fire_is"),
     ("FIRE is scored as the agent's action", "B43", "        rewards[t], terminated[t]", "        actions[t][torch.as_tensor(games.fire_next)] = games.fire or 0\n        rewards[t], terminated[t]", "test_fire_is"),
     ("a replay does not step as the run did", "", "                self.step(np.array([actions[-left]", "                self.obs, *_ = self.envs.step(np.array([actions[-left]", "test_ale_replay"),
     # games
@@ -66,7 +67,7 @@ MUTANTS = [
     ("every second frame", "", "reward_clipping=False,", "reward_clipping=False, frameskip=2,", "test_ale_pictures"),
     ("an action that the game has not reaches ALE", "ALE hangs", "(actions >= 0) & (actions < self.num_actions)", "(actions >= 0) & (actions <= self.num_actions)", "test_a_wrong_action"),
     ("a negative action reaches ALE", "ALE hangs", "(actions >= 0) & (actions < self.num_actions)", "actions < self.num_actions", "test_a_wrong_action"),
-    ("all games have one seed", "B29, cleanrl #238", "np.random.default_rng(stream) for stream in streams]", "np.random.default_rng(1) for stream in streams]", "test_same_seed"),
+    ("all games have one seed", "B29, cleanrl #238", "np.random.default_rng(stream) for stream in streams[own]]", "np.random.default_rng(1) for stream in streams[own]]", "test_same_seed"),
     ("a reset of one game resets all", "ale #673", 'options={"reset_mask": which})', 'options={"reset_mask": which | True}) if which.all() else self.envs.reset(seed=self.seeds, options={"reset_mask": which | True})', "test_ale_masked"),
     # network
     ("pixels are not divided", "B56, cleanrl #108", INPUT, INPUT.replace("/ 255.0", "* 1.0"), "test_network_sees"),
@@ -79,44 +80,50 @@ MUTANTS = [
     ("an activation is missing", "", "nn.Linear(64 * 7 * 7, 512)), nn.ReLU(),", "nn.Linear(64 * 7 * 7, 512)),", "test_network_is"),
     ("the policy starts peaked", "", "num_actions), 0.01)", "num_actions), 30.0)", "test_network_sees"),
     ("bf16 does nothing", "", "enabled=self.bf16", "enabled=False", "test_gradient_in"),
-    ("weights are bf16", "", "agent = Agent(games.num_actions, args.bf16).to(device)\n    flat", "agent = Agent(games.num_actions, args.bf16).to(device, torch.bfloat16 if args.bf16 else torch.float32)\n    flat", "test_bf16_run"),
+    ("weights are bf16", "", "agent = Agent(games.num_actions, args.bf16).to(device)", "agent = Agent(games.num_actions, args.bf16).to(device, torch.bfloat16 if args.bf16 else torch.float32)", "test_bf16_run"),
     # actions and log-probabilities
-    ("the most likely action", "", SAMPLE, "agent(obs[t])[0].argmax(-1)", "test_sampled"),
-    ("drawn at another temperature than scored", "B43, cleanrl 50ea896c", SAMPLE, "(agent(obs[t])[0] + 2 * noise[t]).argmax(-1)", "test_sampled"),
-    ("one noise for the whole rollout", "B29", SAMPLE, SAMPLE.replace("noise[t]", "noise[0]"), "test_sampled"),
-    ("one noise for all games", "B29", SAMPLE, SAMPLE.replace("noise[t]", "noise[t, :1]"), "test_sampled"),
-    ("normal noise", "B43", "rng.gumbel(size=(T", "rng.normal(size=(T", "test_sampled"),
-    ("log-probability of the greedy action", "B01", STORED, STORED.replace("actions)", "logits[:-N].view(T, N, -1).argmax(-1))"), "test_fire_is"),
-    ("log-probabilities are a row late", "B64", "logits[:-N]", "logits[N:]", "test_ratio_is_one"),
+    ("the most likely action", "", " + next(noise)", "", "test_sampled"),
+    ("drawn at another temperature than scored", "B43, cleanrl 50ea896c", " + next(noise)", " + 2 * next(noise)", "test_sampled"),
+    ("one noise for the whole rollout", "B29", NOISE, NOISE + "[:1].repeat(num_steps, 0)", "test_sampled"),
+    ("one noise for all games", "B29", NOISE, "rng.gumbel(size=size)[:, :1].repeat(num_envs, 1)[:, own]", "test_sampled"),
+    ("normal noise", "B43", NOISE, NOISE.replace("gumbel", "normal"), "test_sampled"),
+    ("log-probability of the greedy action", "B01", SCORED, SCORED.replace("actions)", "logits.argmax(-1))"), "test_fire_is"),
+    ("log-probabilities are a row late", "B64", "= logps[:-1], values", "= logps[1:], values", "test_ratio_is_one"),
     ("log-probability without normaliser", "B01", "logps = torch.log_softmax(logits, -1)\n    entropy", "logps = logits\n    entropy", "test_fire_is"),
     # losses
-    ("the clip has no lower side", "B14", LOSS, 'policy_loss(logp, b["logps"], adv, clip_coef, 1.0)', "test_flags_reach_the_functions"),
+    ("the clip has no lower side", "B14", LOSS, LOSS.replace("args.clip_coef)", "1.0)"), "test_flags_reach_the_functions"),
     ("the value loss learns rewards", "B11, cleanrl #337", 'b["values"], b["returns"]', 'b["values"], b["logps"]', "test_every_sample"),
     ("entropy of the action that was drawn", "B19, cleanrl a3391a03", "entropy = -(logps.exp() * logps).sum(-1)", "entropy = -(logps.exp() * logps).gather(-1, action.unsqueeze(-1)).squeeze(-1)", "test_update_equals"),
-    ("advantages are not normalised", "B13", "whiten(adv) if norm_adv", "adv if norm_adv", "test_every_sample"),
+    ("advantages are not normalised", "B13", "whiten(adv) if args.norm_adv", "adv if args.norm_adv", "test_every_sample"),
     ("advantages of all, not of the minibatch, are normalised", "B13", "adv = batch[\"advantages\"][mb]", "adv = whiten(batch[\"advantages\"])[mb]", "test_flags_reach_the_functions"),
-    ("value clipping cannot be switched off", "B35", "clip_coef if clip_vloss else None", "clip_coef", "test_flags_reach_the_functions"),
-    ("the stored action is scored in the wrong row", "B83", 'categorical_logp_entropy(logits, b["actions"])', 'categorical_logp_entropy(logits, b["actions"].flip(0))', "test_actions_and"),
+    ("value clipping cannot be switched off", "B35", "args.clip_coef if args.clip_vloss else None", "args.clip_coef", "test_flags_reach_the_functions"),
+    ("the stored action is scored in the wrong row", "B83", 'agent.evaluate(b["obs"], b["actions"])', 'agent.evaluate(b["obs"], b["actions"].flip(0))', "test_actions_and"),
     # the loop
     ("KL estimated from the last minibatch", "B23, SB3 #1229", 'stat[STATS.index("approx_kl")] > args.target_kl', 'len(stats) % args.num_minibatches == 0 and stat[STATS.index("approx_kl")] > args.target_kl', "test_target_kl"),
     ("the last minibatch is dropped", "B26, SB3 #270", "epochs):\n", "epochs):\n        if len(stats) % args.num_minibatches == args.num_minibatches - 1: stats.append(stats[0]); norms.append(norms[0]); continue\n", "test_every_sample"),
     # evaluation and checkpoints
-    ("evaluation plays the training's games", "B53", "evaluate_games(agent, eval_games, args, device)", "evaluate_games(agent, games, args, device)", "test_evaluation_changes"),
-    ("evaluation has other games each time", "", "games.reset(seeds=game_stream.generate_state(games.num) // 2)", "games.reset()", "test_evaluation_is"),
+    ("evaluation plays the training's games", "B53", "games.reset(seeds=game_stream.generate_state(games.num) // 2)", "games.rngs = [np.random.default_rng(s) for s in streams(args.seed)[0].spawn(games.num)]\n    games.reset()", "test_evaluation_changes"),
+    ("evaluation starts the training's games anew", "B53", "evaluate_games(agent, args) if rank == 0", "(games.reset() or evaluate_games(agent, args)) if rank == 0", "test_evaluation_changes"),
+    ("evaluation has other games each time", "", "streams(args.seed)[3].spawn(2)", "np.random.SeedSequence().spawn(2)", "test_evaluation_is"),
     ("evaluation counts lives", "B53, SB3 #2170", "ended = games.over & (lengths == 0)", "ended = (games.over | games.fire_next) & (lengths == 0)", "test_evaluation_is"),
     ("evaluation stops with the first game", "", "while not lengths.all():", "while not lengths.any():", "test_evaluation_is"),
     ("evaluation counts the later games", "", "ended = games.over & (lengths == 0)", "ended = games.over", "test_evaluation_is"),
     ("the replay plays the agent's actions, not FIRE", "", "self.actions[i].append(int(action))", "self.actions[i].append(0)", "test_ale_replay"),
     ("games replay from one seed", "", "self.reset(starts, seeds)", "self.reset(starts, [seeds[0]] * self.num)", "test_ale_replay"),
-    ("the games' streams start again", "", '            rng.bit_generator.state = json.loads(state["rng"])\n', "            pass\n", "test_stopped_and"),
+    ("the games' streams start again", "", '            rng.bit_generator.state = state["rng"]\n', "            pass\n", "test_stopped_and"),
     ("the running score is lost", "", "        if any(not np.array_equal(obs, state", "        self.score[:] = 0.0\n        if any(not np.array_equal(obs, state", "test_stopped_and"),
-    ("the last 100 scores are lost", "", '        recent.extend(state["recent"])\n', "", "test_stopped_and"),
+    ("the last 100 scores are lost", "", "Saved(lambda: list(recent), recent.extend)", "Saved(lambda: list(recent), len)", "test_stopped_and"),
     ("games that do not repeat go on", "", "if any(not np.array_equal(obs", "if False and any(not np.array_equal(obs", "test_games_that"),
-    ("NaN goes on", "", 'if not (math.isfinite(losses["grad_norm"]) and flat.isfinite().all()):', "if False:", "test_nan_stops"),
+    ("NaN goes on", "", 'if not (math.isfinite(means["grad_norm"]) and optimizer.weights.isfinite().all()):', "if False:", "test_nan_stops"),
     # several processes
-    ("all processes play the same games", "B29, cleanrl #238", "env_stream.spawn(args.num_envs)[own]", "env_stream.spawn(own.stop - own.start)", "test_any_number"),
-    ("all processes draw the same noise", "B29", "size=(T, args.num_envs, games.num_actions))[:, own]", "size=(T, N, games.num_actions))", "test_any_number"),
-    ("only the first process's games are saved", "", "sum(collect(games.state_dict()), [])", "games.state_dict()", "test_any_number"),
-    ("a signal to one process stops only that one", "", "zip(*collect((episodes, stopped))))", "zip((episodes, stopped), (episodes, stopped))) if False else (sum(collect(episodes), []), stopped)", "test_any_number"),
-    # functions that every script has
+    ("all processes play the same games", "B29, cleanrl #238", "for stream in streams[own]]", "for stream in streams[: len(streams[own])]]", "test_any_number"),
+    ("all processes draw the same noise", "B29", "agent.acting(rng, T, args.num_envs, games.own)", "agent.acting(rng, T, N)", "test_any_number"),
+    ("only the first process's games are saved", "", "return sum(collect(own), [])", "return own", "test_any_number"),
+    ("each process resumes the first games", "", "states = states[self.own]", "states = states[: self.num]", "test_any_number"),
+    ("a signal to one process stops only that one", "", "(signals := sum(collect(self.received), []))", "(signals := self.received)", "test_any_number"),
+    ("scores of the first process's games only", "", "return batch, sum(collect(episodes), [])", "return batch, episodes", "test_any_number"),
+    ("whitened with the process's own statistics", "B28, THUDM/slime #2235", "(whiten(adv) if args.norm_adv else adv)[places]", "whiten(adv[places]) if args.norm_adv else adv[places]", "test_the_update_is_that"),
+    ("unequal parts of a minibatch weigh the same", "B28", " * (len(rows) / len(mb))", " / dist.get_world_size()", "test_the_update_is_that"),
+    ("gradients are not summed over processes", "", "sum_over_processes(part).split(", "part.split(", "test_the_update_is_that"),
+    ("advantages of other processes are 0", "B28", "return sum_over_processes(whole)", "return whole", "test_the_update_is_that"),
 ]  # fmt: skip
