@@ -26,7 +26,7 @@ Differs from CleanRL's ppo_continuous_action.py in:
  [D8] The step budget is rounded up to whole iterations (and says so); nothing collected is dropped.
  [D9] Metrics are means over all minibatches; the clip fraction counts removed gradients only.
 [D10] Environments, actions, shuffling and evaluation draw from random streams of their own.
-[D11] The policy starts with a standard deviation of exp(-1), not 1 (README: the initial standard deviation).
+[D11] The policy starts with a standard deviation of exp(-1), not 1 (study: benchmarks/README.md).
 """
 
 import collections

@@ -2,7 +2,7 @@
 
     python benchmarks/best_of_n.py benchmarks/smollm2/model benchmarks/smollm2/prompts.jsonl
 
-The held-out prompts, reward and sampling of the sentiment run of ppo_rlhf.py (the README's command): 16
+The held-out prompts, reward and sampling of the sentiment run of ppo_rlhf.py (see README.md here): 16
 responses to each, scored by VADER; the best of 4 is the mean over the four quarters. The divergence from the
 starting policy is at most log n - (n - 1) / n nats (Beirami et al. 2024).
 Writes results/ppo_rlhf/sentiment/best_of_n.json.

@@ -199,16 +199,17 @@ def test_every_sample_once_an_epoch_and_paired(script, record, tmp_path):
     for k in range(3):
         (_, values, *_), (adv, ret), _ = gae[k]
         table = {
-            round(v.item(), 5): (a.item(), r.item())
-            for v, a, r in zip(values.flatten(), adv.flatten(), ret.flatten())
+            v.item(): (a.item(), r.item()) for v, a, r in zip(values.flatten(), adv.flatten(), ret.flatten())
         }
+        if len(table) < 80 and not script.own:
+            script.gone("gives two states of a rollout one value: samples cannot be told apart")
         assert len(table) == 80
         orders = []
         for epoch in range(2):
             order = []
             for call in range(8 * k + 4 * epoch, 8 * k + 4 * epoch + 4):
                 old_v, returns = value[call][0][1], value[call][0][2]
-                keys = [round(v, 5) for v in old_v.tolist()]
+                keys = old_v.tolist()
                 order += keys
                 raw = torch.tensor([table[key][0] for key in keys])
                 torch.testing.assert_close(returns, torch.tensor([table[key][1] for key in keys]))
@@ -365,6 +366,7 @@ def test_acting_is_what_is_evaluated(script, bounds):
     """The numpy road of the rollout agrees with the torch module, before and after a step, for any network: the
     mean without noise, a sample with the density that `evaluate` gives it, and the squashed action."""
     x = np.random.default_rng(0).normal(size=(5, 3)).astype(np.float32)
+    torch.manual_seed(0)
     for bias in (True, False):
         agent = script.Agent(3, 2, 0.3, bounds == "tanh")
         other = torch.nn.Sequential(torch.nn.Linear(3, 4, bias=bias), torch.nn.ReLU(), torch.nn.Linear(4, 2))
@@ -383,7 +385,9 @@ def test_acting_is_what_is_evaluated(script, bounds):
                 normal = torch.distributions.Normal(mean, agent.log_std.exp().expand_as(mean))
                 expected = normal.log_prob(torch.tensor(sample)).sum(-1)
                 if bounds == "tanh":
-                    expected = expected - torch.log1p(-torch.tensor(action).double().square()).sum(-1).float()
+                    expected = (
+                        expected - torch.log1p(-torch.tensor(sample).double().tanh().square()).sum(-1).float()
+                    )
                 logp, entropy, value = agent.evaluate(torch.tensor(x), torch.tensor(sample))
                 torch.testing.assert_close(logp, expected, atol=1e-4, rtol=1e-4)
                 torch.testing.assert_close(entropy, normal.entropy().sum(-1))
